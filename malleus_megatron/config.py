@@ -1,0 +1,137 @@
+"""The plugin's settings: one frozen value, read from the command line before torch is imported."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from malleus_megatron.errors import BadInputError
+
+
+class Level(IntEnum):
+    """How much of a job the plugin can change (DESIGN section 6)."""
+
+    observe = 0
+    rebalance = 1
+    reshape = 2
+
+
+def _setting(
+    help_text: str, default: Any = None, convert: Callable[[str], Any] = str, **options: Any
+) -> Any:
+    return field(
+        default=default, metadata={"help": help_text, "convert": convert, "options": options}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MalleusConfig:
+    """Every field but `enabled` is the flag `--malleus-<field>`; see FLAGS for their texts."""
+
+    enabled: bool = False
+    plan: Path | None = _setting("start under this plan", convert=Path, metavar="PLAN.json")
+    plan_schedule: Path | None = _setting(
+        "switch plans at these iterations; no sidecar is needed",
+        convert=Path,
+        metavar="SCHEDULE.json",
+    )
+    inject: Path | None = _setting("slow GPUs down", convert=Path, metavar="INJECTION.json")
+    pace: Path | None = _setting(
+        "CPU mode: hold every layer to these times", convert=Path, metavar="PACE.json"
+    )
+    log_dir: Path | None = _setting(
+        "events.jsonl and the plans go here", convert=Path, metavar="DIR"
+    )
+    require: Level | None = _setting(
+        "refuse to start at a lower level",
+        convert=lambda name: Level[name],
+        choices=[level.name for level in Level],
+    )
+    device: str = _setting(
+        "where to train; auto takes the GPU if there is one", "auto", choices=("auto", "cuda", "cpu")
+    )
+    sidecar: str = _setting(
+        "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
+    )
+    record: Path | None = _setting(
+        "write loss and gradient norm of every iteration, in full precision; "
+        "needs no --malleus and changes nothing else",
+        convert=Path,
+        metavar="LOSSES.jsonl",
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make the flags known to a parser: ours, or Megatron's.
+
+    Values stay text here, since Megatron writes all its arguments into checkpoints.
+    """
+    group = parser.add_argument_group("malleus")
+    group.add_argument("--malleus", action="store_true", help="survive slow GPUs")
+    for setting in fields(MalleusConfig):
+        if setting.name != "enabled":
+            group.add_argument(
+                _flag(setting.name),
+                default=setting.default,
+                help=setting.metadata["help"],
+                **setting.metadata["options"],
+            )
+    return parser
+
+
+def split_flags(arguments: list[str]) -> tuple[MalleusConfig, list[str]]:
+    """Take our flags out of a command line.
+
+    Returns:
+        The settings, and the arguments that are not ours, in their order.
+
+    Raises:
+        BadInputError: a flag of ours with a wrong value, an unknown `--malleus-*` flag, or flags
+            that need `--malleus` without it.
+    """
+    parser = add_flags(_RaisingParser(add_help=False, allow_abbrev=False))
+    namespace, rest = parser.parse_known_args(arguments)
+    unknown = [word for word in rest if word.startswith("--malleus")]
+    if unknown:
+        raise BadInputError(f"Unknown flag {unknown[0]}. Known: {', '.join(flag_names())}.")
+    values = {
+        setting.name: _converted(setting, getattr(namespace, f"malleus_{setting.name}"))
+        for setting in fields(MalleusConfig)
+        if setting.name != "enabled"
+    }
+    config = MalleusConfig(enabled=namespace.malleus, **values)
+    _check_needs(config)
+    return config, rest
+
+
+def flag_names() -> list[str]:
+    """All flags, `--malleus` first."""
+    names = [_flag(setting.name) for setting in fields(MalleusConfig) if setting.name != "enabled"]
+    return ["--malleus", *names]
+
+
+def _converted(setting: Field[Any], text: str | None) -> Any:
+    return None if text is None else setting.metadata["convert"](text)
+
+
+def _flag(name: str) -> str:
+    return "--malleus-" + name.replace("_", "-")
+
+
+def _check_needs(config: MalleusConfig) -> None:
+    """Settings that would be silently ignored without `--malleus` are refused."""
+    if config.enabled:
+        return
+    for setting in fields(MalleusConfig):
+        free = setting.name in {"enabled", "device", "record"}
+        if not free and getattr(config, setting.name) != setting.default:
+            raise BadInputError(f"{_flag(setting.name)} needs --malleus.")
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    """Raises instead of leaving the process, so that the caller says it once."""
+
+    def error(self, message: str) -> Any:
+        raise BadInputError(message)

@@ -1,0 +1,32 @@
+"""The exception tree. Each error says what happened, the numbers, and the remedy."""
+
+EXIT_INFEASIBLE = 1
+EXIT_BAD_INPUT = 2
+
+
+class MalleusError(Exception):
+    """Base of all errors that a user can cause or meet; `exit_code` is the process's status."""
+
+    exit_code = EXIT_BAD_INPUT
+
+
+class BadInputError(MalleusError):
+    """A file, flag or value that the user gave is wrong."""
+
+
+class UnsupportedMegatronError(MalleusError):
+    """The installed Megatron does not look the way the seams expect."""
+
+
+class LevelError(MalleusError):
+    """The job cannot run at the level that was required."""
+
+
+class InfeasiblePlanError(MalleusError):
+    """No plan exists for this problem."""
+
+    exit_code = EXIT_INFEASIBLE
+
+
+class SidecarError(MalleusError):
+    """The sidecar is away or answered nonsense. Training never depends on it."""

@@ -1,0 +1,1 @@
+"""Values only: plans, rates, their JSON and their hash."""

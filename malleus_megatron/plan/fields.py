@@ -1,0 +1,55 @@
+"""Reading fields of a JSON document: each function returns the value or says what is wrong."""
+
+import math
+from typing import Any
+
+from malleus_megatron.errors import BadInputError
+
+
+def as_dict(value: Any, where: str) -> dict[str, Any]:
+    """The value, which must be an object."""
+    if not isinstance(value, dict):
+        raise BadInputError(f"{where}: expected an object, got {_shown(value)}.")
+    return value
+
+
+def as_list(value: Any, where: str) -> list[Any]:
+    """The value, which must be an array."""
+    if not isinstance(value, list):
+        raise BadInputError(f"{where}: expected an array, got {_shown(value)}.")
+    return value
+
+
+def as_int(value: Any, where: str) -> int:
+    """The value, which must be a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise BadInputError(f"{where}: expected a whole number, got {_shown(value)}.")
+    return value
+
+
+def as_float(value: Any, where: str) -> float:
+    """The value, which must be a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BadInputError(f"{where}: expected a finite number, got {_shown(value)}.")
+    return float(value)
+
+
+def required(body: dict[str, Any], name: str, where: str) -> Any:
+    """The field, which must be there."""
+    if name not in body:
+        raise BadInputError(f"{where}: the field {name!r} is missing.")
+    return body[name]
+
+
+def check_version(body: dict[str, Any], supported: int, where: str) -> None:
+    """Refuse a document of another schema version."""
+    version = required(body, "schema_version", where)
+    if version != supported or isinstance(version, bool):
+        raise BadInputError(
+            f"{where}: schema_version {_shown(version)} is not known; this version reads {supported}."
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,51 @@
+"""Straggling rates: a GPU's time for a piece of work / a healthy GPU's time for it."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from malleus_megatron.errors import BadInputError
+
+HEALTHY = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """One rate per GPU that is not healthy; the others are 1. `inf` is a failed GPU."""
+
+    by_gpu: tuple[tuple[int, float], ...] = ()
+    """Sorted by GPU."""
+
+    def __post_init__(self) -> None:
+        """Refuse rates that are no positive number."""
+        for gpu, rate in self.by_gpu:
+            check_rate(gpu, rate)
+        gpus = [gpu for gpu, _ in self.by_gpu]
+        if gpus != sorted(set(gpus)):
+            raise BadInputError(f"Rates must name each GPU once, in order; got {gpus}.")
+
+    @classmethod
+    def of(cls, rates: Mapping[int, float]) -> "Rates":
+        """From a mapping GPU -> rate."""
+        return cls(by_gpu=tuple(sorted(rates.items())))
+
+    def __getitem__(self, gpu: int) -> float:
+        """The rate of a GPU; one that is not named is healthy."""
+        return dict(self.by_gpu).get(gpu, HEALTHY)
+
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        """Pairs (GPU, rate)."""
+        return iter(self.by_gpu)
+
+
+def check_rate(gpu: int, rate: object) -> float:
+    """Return the rate as a float.
+
+    Raises:
+        BadInputError: not a number, NaN, zero or negative; the message names GPU and value.
+    """
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise BadInputError(f"GPU {gpu}: rate {rate!r} is not a number.")
+    if math.isnan(rate) or rate <= 0:
+        raise BadInputError(f"GPU {gpu}: rate {rate} must be above 0 (1 = healthy, inf = failed).")
+    return float(rate)

@@ -1,0 +1,1 @@
+"""Everything that knows torch but not Megatron: patching, clocks, pace, injection, agreement."""
