@@ -1,0 +1,1 @@
+"""Timings to straggling rates: pure."""

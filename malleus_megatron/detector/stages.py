@@ -1,0 +1,42 @@
+"""Stage times as measured: what each pipeline costs now, and what it would cost healthy."""
+
+from collections.abc import Mapping
+
+from malleus_megatron.detector.smoothing import Window, median_by_gpu, stage_time_s
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.rates import HEALTHY, Rates
+
+type StageTimes = tuple[tuple[float, ...], ...]
+"""Forward plus backward of one micro-batch in seconds, per pipeline and stage."""
+
+
+def measured_stage_times(window: Window, plan: Plan) -> StageTimes | None:
+    """Time of every stage of the plan's layout: that of its slowest GPU.
+
+    Args:
+        window: Samples of the last iterations under this layout. Micro-batch counts may have
+            changed in between: the time of one micro-batch does not depend on them.
+        plan: Who holds which layers.
+
+    Returns:
+        None while a stage has no GPU with a usable measurement.
+    """
+    return _slowest_of_each_stage(median_by_gpu(window, stage_time_s), plan)
+
+
+def healthy_stage_times(window: Window, plan: Plan, rates: Rates) -> StageTimes | None:
+    """The same with every GPU's time divided by its rate."""
+    rate = dict(rates)
+    times = median_by_gpu(window, stage_time_s)
+    healthy = {gpu: time_s / rate.get(gpu, HEALTHY) for gpu, time_s in times.items()}
+    return _slowest_of_each_stage(healthy, plan)
+
+
+def _slowest_of_each_stage(times: Mapping[int, float], plan: Plan) -> StageTimes | None:
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    if any(times.keys().isdisjoint(stage.gpus) for stage in stages):
+        return None
+    return tuple(
+        tuple(max(times[gpu] for gpu in stage.gpus if gpu in times) for stage in pipeline.stages)
+        for pipeline in plan.pipelines
+    )

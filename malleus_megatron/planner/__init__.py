@@ -1,0 +1,1 @@
+"""Problem and rates to a plan: pure."""

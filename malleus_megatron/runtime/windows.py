@@ -1,0 +1,162 @@
+"""Measuring windows: a stretch of time, less what happened inside that is not its own."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from malleus_megatron.runtime.stopwatch import Mark, Stopwatch
+
+
+STAGE = -1
+"""In place of a layer's index: the whole stage."""
+
+
+class Phase(StrEnum):
+    """The two halves of a training step's compute."""
+
+    forward = "forward"
+    backward = "backward"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Window:
+    """One measured stretch of one layer, or of the whole stage."""
+
+    phase: Phase
+    start: Mark
+    thread: int
+    layer: int = STAGE
+    """Index among the attached layers, or STAGE."""
+    graph_task: int = -1
+    """The autograd run that it was opened in; -1: none."""
+    worked: Mark = None
+    """When its own work was done, before anything was added on purpose."""
+    end: Mark = None
+    excluded: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def own_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds of its own work."""
+        return self._until(self.worked, stopwatch)
+
+    def total_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds of its own work and of what was added to it."""
+        return self._until(self.end, stopwatch)
+
+    def _until(self, moment: Mark, stopwatch: Stopwatch) -> float:
+        elapsed = stopwatch.seconds(self.start, moment)
+        return elapsed - sum(stopwatch.seconds(*pair) for pair in self.excluded)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LayerCall:
+    """A forward of a layer and a micro-batch, or its backward with all recomputation for it."""
+
+    windows: Sequence[Window]
+    """Of one layer; the last one is the forward or backward itself."""
+    is_training: bool
+    """False in evaluation."""
+    added_s: float = 0.0
+    """What was added on purpose, in seconds asked for."""
+
+    @property
+    def layer(self) -> int:
+        """Index among the attached layers."""
+        return self.windows[-1].layer
+
+    @property
+    def phase(self) -> Phase:
+        """Which half of the step it is."""
+        return self.windows[-1].phase
+
+    def own_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds of the layer's own work."""
+        return sum(window.own_s(stopwatch) for window in self.windows)
+
+    def total_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds with what was added."""
+        return sum(window.total_s(stopwatch) for window in self.windows)
+
+
+class Windows:
+    """The windows that are open on this GPU: one of the stage, and a stack of its layers'.
+
+    A layer window inside another (a layer recomputed while a later one's backward runs) is taken
+    out of the outer one; a pause is taken out of the innermost one and of the stage's.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        """Nothing is open."""
+        self._stopwatch = stopwatch
+        self._layers: list[Window] = []
+        self._stage: Window | None = None
+        self._paused = False
+
+    @property
+    def innermost(self) -> Window | None:
+        """The layer window that was opened last and is still open."""
+        return self._layers[-1] if self._layers else None
+
+    def drop_layers(self) -> None:
+        """Forget open layer windows: what they belonged to has ended without closing them."""
+        self._layers.clear()
+
+    def open(self, layer: int, phase: Phase, graph_task: int) -> Window:
+        """Start measuring a layer."""
+        window = Window(
+            phase=phase,
+            start=self._stopwatch.mark(),
+            thread=threading.get_ident(),
+            layer=layer,
+            graph_task=graph_task,
+        )
+        self._layers.append(window)
+        return window
+
+    def is_open(self, window: Window) -> bool:
+        """True until it is closed or dropped."""
+        return window in self._layers
+
+    def work_done(self, window: Window) -> None:
+        """What happens in the window from now on is added to the layer's own work."""
+        window.worked = self._stopwatch.mark()
+
+    def close(self, window: Window) -> None:
+        """End a layer window that is open, and whatever was left open inside it."""
+        while self._layers.pop() is not window:
+            pass
+        window.end = self._stopwatch.mark()
+        if window.worked is None:
+            window.worked = window.end
+        if self._layers:
+            self._layers[-1].excluded.append((window.start, window.end))
+
+    @contextmanager
+    def stage(self, phase: Phase) -> Iterator[Window]:
+        """Measure the whole stage's part of one micro-batch."""
+        window = Window(phase=phase, start=self._stopwatch.mark(), thread=threading.get_ident())
+        self._stage = window
+        try:
+            yield window
+        finally:
+            self._stage = None
+            window.worked = window.end = self._stopwatch.mark()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what happens inside out of the open windows of this thread."""
+        inner = self.innermost or self._stage
+        if self._paused or inner is None or inner.thread != threading.get_ident():
+            yield
+            return
+        self._paused = True
+        start = self._stopwatch.mark()
+        try:
+            yield
+        finally:
+            self._paused = False
+            pair = (start, self._stopwatch.mark())
+            inner.excluded.append(pair)
+            if self._stage is not None and self._stage is not inner:
+                self._stage.excluded.append(pair)
