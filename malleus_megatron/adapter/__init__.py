@@ -1,0 +1,1 @@
+"""Everything that knows Megatron: seams, levels, data, schedule, the iteration boundary."""

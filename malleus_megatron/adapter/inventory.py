@@ -1,0 +1,27 @@
+"""All rows that this package may put in place, and whether they fit the installed Megatron."""
+
+import torch
+
+from malleus_megatron.adapter.cpu_mode import cpu_rows
+from malleus_megatron.adapter.install import check_version
+from malleus_megatron.adapter.plugin import Plugin
+from malleus_megatron.adapter.seams import seam_rows
+from malleus_megatron.config import MalleusConfig
+from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.patching import Replacement, mismatch
+from malleus_megatron.runtime.waits import wait_rows
+
+
+def inventory() -> list[tuple[str, Replacement, str | None]]:
+    """Rows with their kind ("seam", "cpu") and what keeps them from fitting, if anything.
+
+    Raises:
+        UnsupportedMegatronError: a megatron-core whose version the table does not know.
+    """
+    check_version()
+    rows = [("seam", row) for row in seam_rows(Plugin(MalleusConfig()))]
+    if not torch.cuda.is_available():
+        clock = LayerClock(gpu=0, device=torch.device("cpu"))
+        rows += [("seam", row) for row in wait_rows(clock)]
+        rows += [("cpu", row) for row in cpu_rows()]
+    return [(kind, row, mismatch(row)) for kind, row in rows]

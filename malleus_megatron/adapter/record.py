@@ -1,0 +1,87 @@
+"""`--malleus-record`: the loss and gradient norm of every iteration, in full precision.
+
+Only `train_step` is wrapped, and nothing is communicated: the rank that holds the loss writes it.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.runtime.patching import Replacement
+
+SIGNATURE = (
+    "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
+    "forward_backward_func, iteration=, pg_collection=, p2p_communicator=)"
+)
+
+
+def recorder_row(path: Path) -> Replacement:
+    """The row that makes every training step leave a line in `path`.
+
+    Raises:
+        BadInputError: the file's folder cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"--malleus-record {path}: {error.strerror}.") from error
+    return Replacement(
+        target="megatron.training.training.train_step",
+        make=functools.partial(_recorded, path=path),
+        reason="--malleus-record writes what the step returns",
+        signature=SIGNATURE,
+    )
+
+
+def _recorded(train_step: Callable[..., Any], *, path: Path) -> Callable[..., Any]:
+    file: list[TextIO] = []
+
+    @functools.wraps(train_step)
+    def recorded_step(*arguments: Any, **options: Any) -> Any:
+        result = train_step(*arguments, **options)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        if losses and _is_first_holder_of_the_loss():
+            if not file:
+                file.append(path.open("a", encoding="utf-8"))
+            iteration = arguments[7] if len(arguments) > 7 else options["iteration"]
+            _write_line(
+                file[0],
+                {
+                    "event": "iteration",
+                    "iteration": iteration + 1,
+                    "loss": _number(next(iter(losses.values()))),
+                    "grad_norm": _number(grad_norm),
+                    "skipped": bool(skipped),
+                },
+            )
+        return result
+
+    return recorded_step
+
+
+def _is_first_holder_of_the_loss() -> bool:
+    """The last stage's TP rank 0 in the first pipeline."""
+    from megatron.core import mpu
+
+    return bool(
+        mpu.get_tensor_model_parallel_rank() == 0
+        and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
+    )
+
+
+def _number(value: Any) -> float | str | None:
+    """A float; text for what JSON has no number for; None where the step has none."""
+    if value is None:
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _write_line(file: TextIO, line: dict[str, Any]) -> None:
+    json.dump(line, file, sort_keys=True, allow_nan=False)
+    file.write("\n")
+    file.flush()

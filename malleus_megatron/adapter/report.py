@@ -1,0 +1,182 @@
+"""Rank 0's reports: events.jsonl, one clear line at each event, and the talk with the sidecar."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from malleus_megatron.adapter.rows import BoundaryRow
+from malleus_megatron.config import Level
+from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.detector.samples import Sample
+from malleus_megatron.events import EventLog
+from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.rates import HEALTHY, Rates
+from malleus_megatron.sidecar.client import Reply, SamplesMessage, SidecarClient
+
+_NEWS = 0.05
+"""A rate is written again when it has moved by this much of itself."""
+
+
+class Reporter:
+    """Says what happens. Nothing here can stop or slow down a step."""
+
+    def __init__(
+        self, *, log_dir: Path | None, say: Callable[[str], None], sidecar: SidecarClient | None
+    ) -> None:
+        """Open the event log.
+
+        Args:
+            log_dir: Where events and plans go; None: they are not kept.
+            say: Prints one line into the training log.
+            sidecar: The client, started by the caller; None: no re-planning.
+        """
+        self._log_dir = log_dir
+        self._say = say
+        self._sidecar = sidecar
+        self._events = EventLog(log_dir)
+        self._iteration = 0
+        self._rates: dict[int, float] = {}
+        self._stragglers: frozenset[int] = frozenset()
+        self._offer: Plan | None = None
+        self._pace_told = False
+
+    def level(self, level: Level, reason: str, iteration: int) -> None:
+        """Say at which level the job runs and why not higher."""
+        self._events.write("level", iteration, level=level.name, reason=reason)
+        self._say(f"level {level.name}: {reason}")
+
+    def warning(self, message: str) -> None:
+        """Say that something went wrong and what happens now."""
+        self._events.write("warning", self._iteration, message=message)
+        self._say(f"warning: {message}")
+
+    def iteration(self, rows: Sequence[BoundaryRow], current: CurrentPlan) -> None:
+        """Take in the rows of all ranks for the iteration that has ended."""
+        mine = rows[0]
+        if not math.isnan(mine.iteration):
+            self._iteration = int(mine.iteration)
+            self._write_iteration(rows, current)
+            self._tell_pace(rows)
+        samples = [sample for gpu, row in enumerate(rows) if (sample := row.sample(gpu))]
+        self._talk(samples, current)
+
+    def take_offer(self) -> Plan | None:
+        """The plan that the sidecar has offered since the last call, if any."""
+        offer, self._offer = self._offer, None
+        return offer
+
+    def reject(self, plan: Plan | None, why: str) -> None:
+        """Say that an offered plan is not taken."""
+        self.warning(f"An offered plan was not taken: {why} Training goes on under the current one.")
+        if self._sidecar is not None and plan is not None:
+            self._sidecar.reject(plan_id(plan), why)
+
+    def switched(self, current: CurrentPlan, iteration: int) -> None:
+        """Say that a plan is in force from this iteration on, and keep it beside the events."""
+        plan = current.plan
+        document = plan_to_json(plan)
+        self._events.write(
+            "plan",
+            iteration,
+            generation=current.generation,
+            plan=current.plan_id,
+            micro_batches=list(plan.microbatch_counts),
+            seconds=plan.planning.seconds if plan.planning else 0.0,
+            predicted=document.get("predicted", {}),
+        )
+        if self._log_dir is not None:
+            folder = self._log_dir / "plans"
+            folder.mkdir(exist_ok=True)
+            path = folder / f"generation-{current.generation}.json"
+            path.write_text(canonical_json(document) + "\n", encoding="utf-8")
+        counts = " ".join(map(str, plan.microbatch_counts))
+        predicted = plan.predicted.step_time_s if plan.predicted else None
+        expected = "" if predicted is None else f", predicted step {predicted:.3f} s"
+        self._say(
+            f"iteration {iteration}: plan {current.generation}, micro-batches {counts}{expected}"
+        )
+
+    def close(self) -> None:
+        """Stop the sidecar and close the log."""
+        if self._sidecar is not None:
+            self._sidecar.close()
+            self._take_warnings()
+        self._events.close()
+
+    def _write_iteration(self, rows: Sequence[BoundaryRow], current: CurrentPlan) -> None:
+        with_loss = next((row for row in rows if row.has_loss), None)
+        self._events.write(
+            "iteration",
+            self._iteration,
+            step_time_s=rows[0].step_time_s,
+            loss=None if with_loss is None else with_loss.loss,
+            grad_norm=_number(rows[0].grad_norm),
+            skipped=bool(rows[0].skipped),
+            generation=current.generation,
+            plan=current.plan_id,
+        )
+
+    def _tell_pace(self, rows: Sequence[BoundaryRow]) -> None:
+        """Once: a paced run whose layers take longer than the pace measures the machine."""
+        worst = max(rows, key=lambda row: row.pace_worst_ratio)
+        if self._pace_told or not worst.pace_misses:
+            return
+        self._pace_told = True
+        misses = int(sum(row.pace_misses for row in rows))
+        self.warning(
+            f"The pace is not held: {misses} layer passes of iteration {self._iteration} took "
+            f"longer than it allows, the worst {worst.pace_worst_ratio:.2f} times (GPU "
+            f"{list(rows).index(worst)}). Step times are this machine's; set longer times in the "
+            "pace, or use fewer ranks."
+        )
+
+    def _talk(self, samples: Sequence[Sample], current: CurrentPlan) -> None:
+        if self._sidecar is None:
+            return
+        if samples:
+            self._sidecar.post(
+                SamplesMessage(
+                    iteration=self._iteration,
+                    generation=current.generation,
+                    plan_id=current.plan_id,
+                    microbatch_counts=current.plan.microbatch_counts,
+                    samples=tuple(samples),
+                )
+            )
+        reply = self._sidecar.take_reply()
+        if reply is not None:
+            self._take_reply(reply)
+        self._take_warnings()
+
+    def _take_warnings(self) -> None:
+        if self._sidecar is not None:
+            for message in self._sidecar.take_warnings():
+                self.warning(message)
+
+    def _take_reply(self, reply: Reply) -> None:
+        self._tell_rates(reply.rates)
+        stragglers = frozenset(reply.stragglers)
+        for gpu in sorted(stragglers - self._stragglers):
+            self._events.write("straggler", self._iteration, gpu=gpu, rate=reply.rates[gpu])
+            self._say(f"GPU {gpu} is a straggler: rate {reply.rates[gpu]:.2f}")
+        for gpu in sorted(self._stragglers - stragglers):
+            self._events.write("recovered", self._iteration, gpu=gpu, rate=reply.rates[gpu])
+            self._say(f"GPU {gpu} has recovered: rate {reply.rates[gpu]:.2f}")
+        self._stragglers = stragglers
+        if reply.offer is not None:
+            self._offer = reply.offer
+
+    def _tell_rates(self, rates: Rates) -> None:
+        new = dict(rates)
+        gpus = new.keys() | self._rates.keys()
+        moved = any(
+            abs(new.get(gpu, HEALTHY) / self._rates.get(gpu, HEALTHY) - 1) > _NEWS for gpu in gpus
+        )
+        if moved or not self._rates:
+            self._events.write("rates", self._iteration, rates=rates_to_json(rates))
+            self._rates = new
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value

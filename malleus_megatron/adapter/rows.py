@@ -1,0 +1,77 @@
+"""The row of numbers that each rank gives to all others at an iteration boundary."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Self
+
+from malleus_megatron.detector.samples import Sample
+
+ABSENT = math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryRow:
+    """What a rank says of the iteration that it has finished; NaN: it has nothing to say.
+
+    Only numbers, since it travels as one tensor. `offer_bytes` is rank 0's: the length of the plan
+    it is about to send, 0 without one.
+    """
+
+    iteration: float = ABSENT
+    step_time_s: float = ABSENT
+    has_loss: float = 0.0
+    loss: float = ABSENT
+    grad_norm: float = ABSENT
+    skipped: float = 0.0
+    loss_is_per_token: float = 1.0
+    sample_iteration: float = ABSENT
+    layer_forward_s: float = ABSENT
+    layer_backward_s: float = ABSENT
+    stage_forward_s: float = ABSENT
+    stage_backward_s: float = ABSENT
+    num_layers: float = 0.0
+    num_microbatches: float = 0.0
+    pace_misses: float = 0.0
+    pace_worst_ratio: float = 0.0
+    offer_bytes: float = 0.0
+
+    def numbers(self) -> list[float]:
+        """As the tensor's row."""
+        return [float(value) for value in dataclasses.astuple(self)]
+
+    @classmethod
+    def of(cls, numbers: list[float]) -> Self:
+        """From the tensor's row."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**dict(zip(names, numbers, strict=True)))
+
+    def with_sample(self, sample: Sample | None) -> "BoundaryRow":
+        """The row with a measured sample in it."""
+        if sample is None:
+            return self
+        return dataclasses.replace(
+            self,
+            sample_iteration=float(sample.iteration),
+            layer_forward_s=sample.layer_forward_s,
+            layer_backward_s=sample.layer_backward_s,
+            stage_forward_s=sample.stage_forward_s,
+            stage_backward_s=sample.stage_backward_s,
+            num_layers=float(sample.num_layers),
+            num_microbatches=float(sample.num_microbatches),
+        )
+
+    def sample(self, gpu: int) -> Sample | None:
+        """The sample that the row carries, if any."""
+        if math.isnan(self.sample_iteration):
+            return None
+        return Sample(
+            gpu=gpu,
+            iteration=int(self.sample_iteration),
+            layer_forward_s=self.layer_forward_s,
+            layer_backward_s=self.layer_backward_s,
+            stage_forward_s=self.stage_forward_s,
+            stage_backward_s=self.stage_backward_s,
+            num_layers=int(self.num_layers),
+            num_microbatches=int(self.num_microbatches),
+        )

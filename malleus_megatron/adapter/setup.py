@@ -1,0 +1,151 @@
+"""Making the job: level, nominal plan, user's files, clock, reporter. Errors reach all ranks."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+from megatron.training import get_args
+from megatron.training.utils import print_rank_0
+
+from malleus_megatron.adapter.inputs import Inputs, check_plans, read_inputs
+from malleus_megatron.adapter.job import Job
+from malleus_megatron.adapter.levels import LevelDecision, check_required, decide_level
+from malleus_megatron.adapter.report import Reporter
+from malleus_megatron.config import MalleusConfig
+from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.errors import MalleusError
+from malleus_megatron.plan.nominal import Cell, grid_plan
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.runtime.agreement import Agreement
+from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.patching import Installed
+from malleus_megatron.runtime.waits import wait_rows
+from malleus_megatron.sidecar.client import JobDescription, SidecarClient, start_sidecar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSetup:
+    """What is known before the model is built."""
+
+    config: MalleusConfig
+    agreement: Agreement
+    decision: LevelDecision
+    inputs: Inputs
+
+
+def begin_setup(config: MalleusConfig) -> JobSetup:
+    """Decide the level and read the user's files; a collective.
+
+    Raises:
+        MalleusError: on all ranks together, whichever rank met it.
+    """
+    args = get_args()
+    agreement = Agreement(timedelta(minutes=args.distributed_timeout_minutes))
+    decision = decide_level(args)
+    inputs = None
+    error = None
+    try:
+        check_required(decision, config.require)
+        inputs = read_inputs(config, agreement.world_size)
+    except MalleusError as met:
+        error = met
+    agreement.raise_together(error)
+    assert inputs is not None
+    return JobSetup(config=config, agreement=agreement, decision=decision, inputs=inputs)
+
+
+def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
+    """Make the job around the built model; a collective.
+
+    Args:
+        setup: From `begin_setup`.
+        model: Megatron's model chunks of this rank.
+
+    Raises:
+        MalleusError: on all ranks together.
+    """
+    layers = [
+        module
+        for chunk in model
+        for module in chunk.modules()
+        if isinstance(module, BaseTransformerLayer)
+    ]
+    nominal = _nominal(setup.agreement, len(layers))
+    current = CurrentPlan(nominal, setup.decision.level)
+    clock = None
+    error = None
+    try:
+        check_plans(setup.inputs, current, get_args())
+        clock = _clock(setup, layers)
+    except MalleusError as met:
+        error = met
+    setup.agreement.raise_together(error)
+    assert clock is not None
+    return Job(
+        pipeline=mpu.get_data_parallel_rank(),
+        agreement=setup.agreement,
+        current=current,
+        inputs=setup.inputs,
+        clock=clock,
+        waits=Installed(wait_rows(clock)),
+        reporter=_reporter(setup, nominal) if setup.agreement.rank == 0 else None,
+    )
+
+
+def _nominal(agreement: Agreement, num_layers: int) -> Plan:
+    """The grid that Megatron has made, whatever its rank order; virtual stages are summed up."""
+    rows = agreement.exchange(
+        [
+            mpu.get_data_parallel_rank(),
+            mpu.get_pipeline_model_parallel_rank(),
+            mpu.get_tensor_model_parallel_rank(),
+            num_layers,
+        ]
+    )
+    cells = [
+        Cell(
+            gpu=gpu,
+            pipeline=int(row[0]),
+            stage=int(row[1]),
+            tp_rank=int(row[2]),
+            num_layers=int(row[3]),
+        )
+        for gpu, row in enumerate(rows)
+    ]
+    pipelines = 1 + max(cell.pipeline for cell in cells)
+    return grid_plan(cells, get_num_microbatches() * pipelines)
+
+
+def _clock(setup: JobSetup, layers: list[Any]) -> LayerClock:
+    clock = LayerClock(
+        gpu=setup.agreement.rank,
+        device=torch.device("cuda" if _on_gpu(layers) else "cpu"),
+        pace=setup.inputs.pace,
+        injection=setup.inputs.injection,
+    )
+    clock.attach(layers, tp_degree=mpu.get_tensor_model_parallel_world_size())
+    return clock
+
+
+def _on_gpu(layers: list[Any]) -> bool:
+    return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
+
+
+def _reporter(setup: JobSetup, nominal: Plan) -> Reporter:
+    config, decision = setup.config, setup.decision
+    sidecar: SidecarClient | None = None
+    if config.sidecar != "none":
+        sidecar = start_sidecar(
+            config.sidecar, JobDescription(nominal=nominal, level=decision.level)
+        )
+    reporter = Reporter(
+        log_dir=config.log_dir,
+        say=lambda line: print_rank_0(f"malleus: {line}"),
+        sidecar=sidecar,
+    )
+    reporter.level(decision.level, decision.reason, 0)
+    return reporter

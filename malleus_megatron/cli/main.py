@@ -1,0 +1,54 @@
+"""The `malleus` command. A command's module is imported only when it is chosen."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from malleus_megatron import __version__
+from malleus_megatron.errors import EXIT_BAD_INPUT, MalleusError
+
+COMMANDS = {
+    "doctor": "versions, devices, the seams in Megatron, and what would be refused",
+    "demo": "train a small GPT on CPU, slow a GPU down, watch the micro-batches move",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0 done, 1 no feasible plan, 2 bad input or use.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in {"-h", "--help"}:
+        sys.stdout.write(_overview())
+        return 0 if words else EXIT_BAD_INPUT
+    if words[0] == "--version":
+        sys.stdout.write(f"malleus-megatron {__version__}\n")
+        return 0
+    name = words[0]
+    if name not in COMMANDS:
+        sys.stderr.write(f"malleus: no command {name!r}. Commands: {', '.join(COMMANDS)}.\n")
+        return EXIT_BAD_INPUT
+    module = importlib.import_module(f"malleus_megatron.cli.{name}")
+    parser = argparse.ArgumentParser(prog=f"malleus {name}", description=COMMANDS[name])
+    module.add_arguments(parser)
+    try:
+        return int(module.main(parser.parse_args(words[1:])))
+    except MalleusError as error:
+        sys.stderr.write(f"malleus: {error}\n")
+        return error.exit_code
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: malleus COMMAND [--help] ...", "", "commands:"]
+    lines += [f"  {name:{width}}  {purpose}" for name, purpose in COMMANDS.items()]
+    lines += ["", "Training: torchrun ... -m malleus_megatron.pretrain_gpt <recipe> --malleus"]
+    lines += ["          torchrun ... -m malleus_megatron.run SCRIPT <recipe> --malleus", ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

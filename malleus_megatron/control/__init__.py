@@ -1,0 +1,1 @@
+"""When to re-plan and whether to switch: pure decisions."""

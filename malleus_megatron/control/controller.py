@@ -1,0 +1,129 @@
+"""When to re-plan: a state machine that sees one iteration after the other."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from malleus_megatron.config import Level
+from malleus_megatron.control.offers import Offers
+from malleus_megatron.control.policy import Policy
+from malleus_megatron.control.rebalance import rebalanced
+from malleus_megatron.control.values import Decision, JobDescription, Observation
+from malleus_megatron.cost.pipeline import step_time_s
+from malleus_megatron.detector.rates import estimate_rates
+from malleus_megatron.detector.samples import Sample
+from malleus_megatron.detector.stages import (
+    StageTimes,
+    healthy_stage_times,
+    measured_stage_times,
+)
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.codec import plan_id
+from malleus_megatron.plan.plan import Plan, PlanningNote
+from malleus_megatron.plan.rates import Rates
+from malleus_megatron.planner.batches import balance_microbatches
+
+
+class Controller:
+    """Same observations, same decisions: no clock, file or network decides anything here.
+
+    Samples stay in the window when the counts change, since the time of one micro-batch does not
+    depend on them. Another layout is another job: make a new controller.
+    """
+
+    def __init__(
+        self, job: JobDescription, policy: Policy, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Start with nothing seen; the clock only notes how long planning took."""
+        self.job = job
+        self.policy = policy
+        self.offers = Offers()
+        self.last: Decision | None = None
+        self._clock = clock
+        self._gpus = sorted(job.plan.all_gpus())
+        self._window: deque[tuple[Sample, ...]] = deque()
+        self._streak = 0
+
+    def observe(self, observation: Observation) -> Decision:
+        """Take in one iteration and say what it shows.
+
+        An iteration that is not after the last one means that the job went back, to a checkpoint
+        say: what was seen before is forgotten.
+
+        Raises:
+            BadInputError: counts or GPUs of another layout than the job's.
+        """
+        self._check(observation)
+        if self.last is not None and observation.iteration <= self.last.iteration:
+            self._start_over()
+        self.offers.settle(observation, self.policy.offer_timeout_iterations)
+        self._window.append(observation.samples)
+        while len(self._window) > self.policy.window:
+            self._window.popleft()
+        self.last = self._decide(observation)
+        return self.last
+
+    def reject(self, rejected: str, why: str) -> None:
+        """The job does not want the plan with this id; it rests for a while."""
+        seen = 0 if self.last is None else self.last.iteration
+        rests_until = seen + self.policy.offer_timeout_iterations
+        self.offers.reject(rejected, why, rests_until=rests_until)
+
+    def _decide(self, observation: Observation) -> Decision:
+        if len(self._window) < self.policy.window:
+            return Decision(iteration=observation.iteration)
+        estimate = estimate_rates(self._window, self._gpus, threshold=self.policy.threshold)
+        stages = measured_stage_times(self._window, self.job.plan)
+        return Decision(
+            iteration=observation.iteration,
+            rates=estimate.rates,
+            stragglers=estimate.stragglers,
+            ignored=estimate.ignored,
+            step_time_s=None if stages is None else step_time_s(stages, observation.counts),
+            offer=None if stages is None else self._offer(observation, stages, estimate.rates),
+        )
+
+    def _offer(self, observation: Observation, stages: StageTimes, rates: Rates) -> Plan | None:
+        """A better plan, if the gain has lasted and the job can be asked now."""
+        if self.job.level < Level.rebalance:
+            return None
+        start = self._clock()
+        min_gain = self.policy.min_gain
+        plan = rebalanced(self.job.plan, observation.counts, stages, min_gain=min_gain)
+        self._streak = 0 if plan is None else self._streak + 1
+        if plan is None or self._streak < self.policy.patience:
+            return None
+        identity = plan_id(plan)
+        if not self.offers.may_make(identity, observation.iteration):
+            return None
+        self.offers.make(identity, observation)
+        plan = self._with_healthy_time(plan, rates)
+        return replace(plan, planning=PlanningNote(seconds=self._clock() - start, seed=0))
+
+    def _with_healthy_time(self, plan: Plan, rates: Rates) -> Plan:
+        stages = healthy_stage_times(self._window, self.job.plan, rates)
+        if stages is None or plan.predicted is None:
+            return plan
+        healthy = balance_microbatches(stages, plan.num_microbatches)
+        predicted = replace(plan.predicted, healthy_step_time_s=healthy.step_time_s)
+        return replace(plan, predicted=predicted)
+
+    def _start_over(self) -> None:
+        self.offers = Offers()
+        self._window.clear()
+        self._streak = 0
+
+    def _check(self, observation: Observation) -> None:
+        counts, pipelines = len(observation.counts), len(self.job.plan.pipelines)
+        if counts != pipelines:
+            raise BadInputError(
+                f"Iteration {observation.iteration}: counts of {counts} pipelines; the job's "
+                f"layout has {pipelines}. Describe the job anew after a change of layout."
+            )
+        strangers = {sample.gpu for sample in observation.samples}.difference(self._gpus)
+        if strangers:
+            raise BadInputError(
+                f"Iteration {observation.iteration}: samples of GPUs {sorted(strangers)}; "
+                f"the job's layout has {len(self._gpus)} GPUs and not these."
+            )
