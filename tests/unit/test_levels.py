@@ -1,0 +1,67 @@
+"""How far the plugin goes with a recipe, and the reason it gives."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from malleus_megatron.adapter.levels import (
+    REBALANCE_OBSTACLES,
+    LevelDecision,
+    check_required,
+    decide_level,
+)
+from malleus_megatron.config import Level
+from malleus_megatron.errors import LevelError
+
+
+def arguments(**changes: object) -> SimpleNamespace:
+    dense = {"data_parallel_size": 2, "cuda_graph_impl": "none", "dataloader_type": "single"}
+    return SimpleNamespace(**(dense | changes))
+
+
+def test_a_dense_recipe_with_data_parallelism_is_rebalanced() -> None:
+    assert decide_level(arguments()).level is Level.rebalance
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"data_parallel_size": 1}, "one pipeline"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "interleaved"),
+        ({"num_experts": 8}, "experts"),
+        ({"context_parallel_size": 2}, "context parallelism"),
+        ({"mtp_num_layers": 1}, "multi-token"),
+        ({"use_megatron_fsdp": True}, "FSDP"),
+        ({"use_torch_fsdp2": True}, "FSDP"),
+        ({"cuda_graph_impl": "local"}, "CUDA graphs"),
+        ({"dataloader_type": "external"}, "external"),
+        ({"sft": True}, "--sft"),
+        ({"dataloader_inter_document_masking": True}, "masking"),
+        ({"hybrid_context_parallel": True}, "hybrid"),
+        ({"gtp_weight_remat_size": 2}, "rematerialisation"),
+        ({"num_distributed_optimizer_instances": 2}, "instances"),
+        ({"iterations_to_skip": [3]}, "--iterations-to-skip"),
+        ({"perform_rl_step": True}, "reinforcement"),
+        ({"inprocess_restart": True}, "in-process restart"),
+        ({"skip_train": True}, "--skip-train"),
+    ],
+)
+def test_each_obstacle_lowers_the_level_and_is_named(
+    change: dict[str, object], word: str
+) -> None:
+    decision = decide_level(arguments(**change))
+    assert decision.level is Level.observe
+    assert word in decision.reason
+
+
+def test_every_obstacle_has_a_reason_of_its_own() -> None:
+    reasons = [obstacle.reason for obstacle in REBALANCE_OBSTACLES]
+    assert len(set(reasons)) == len(reasons)
+
+
+def test_a_required_level_that_is_not_reached_is_an_error_with_both() -> None:
+    decision = LevelDecision(level=Level.observe, reason="some reason")
+    with pytest.raises(LevelError, match=r"reshape.*observe \(some reason\)"):
+        check_required(decision, Level.reshape)
+    check_required(decision, Level.observe)
+    check_required(decision, None)
