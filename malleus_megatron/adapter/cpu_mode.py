@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +10,13 @@ from typing import Any
 
 import torch
 
+from malleus_megatron.adapter import torch_adam
 from malleus_megatron.adapter.gpu_flags import for_cpu
 from malleus_megatron.runtime import cpu_device
 from malleus_megatron.runtime.patching import Installed, Replacement
+
+HIDDEN_PACKAGES = ("transformer_engine", "apex", "flash_attn", "grouped_gemm", "deep_ep")
+"""In CPU mode an import of these fails as if they were not installed."""
 
 _TRAINING = "megatron.training"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -54,20 +59,71 @@ def _fork(_: Any) -> Callable[..., Any]:
     return fork
 
 
-def _torch_norm(original: Any) -> Callable[..., torch.nn.Module]:
-    """torch's norm; under sequence parallelism its parameters are marked for the SP all-reduce."""
+class _ZeroCenteredLayerNorm(torch.nn.LayerNorm):
+    """LayerNorm whose weight is what is added to 1 (`--apply-layernorm-1p`)."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+        torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(
+            x, self.normalized_shape, self.weight + 1, self.bias, self.eps
+        )
+
+
+class _ZeroCenteredRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight is what is added to 1 (`--apply-layernorm-1p`)."""
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.zeros_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+
+
+_NORMS = {
+    ("LayerNorm", False): torch.nn.LayerNorm,
+    ("LayerNorm", True): _ZeroCenteredLayerNorm,
+    ("RMSNorm", False): torch.nn.RMSNorm,
+    ("RMSNorm", True): _ZeroCenteredRMSNorm,
+}
+
+
+def _norm(_: Any) -> Callable[..., torch.nn.Module]:
+    """torch's norm, with its parameters marked where sequence parallelism must sum their gradients."""
 
     def new(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        parallel, config.sequence_parallel = config.sequence_parallel, False
-        try:
-            norm = original(cls, config=config, hidden_size=hidden_size, eps=eps)
-        finally:
-            config.sequence_parallel = parallel
+        kind = _NORMS[config.normalization, config.layernorm_zero_centered_gamma]
+        norm = kind(hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = parallel
+            parameter.sequence_parallel = config.sequence_parallel
         return norm
 
     return new
+
+
+def _attention(original: Callable[..., None]) -> Callable[..., None]:
+    """The local attention, for values that are wider or narrower than keys."""
+
+    @functools.wraps(original)
+    def init(
+        self: Any, *arguments: Any, k_channels: Any = None, v_channels: Any = None, **options: Any
+    ) -> None:
+        original(self, *arguments, **options)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    return init
+
+
+def _to_host(_: Any) -> Callable[..., Any]:
+    """Tensors are on the host already; only the form that `all_to_all` wants is left to make."""
+
+    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return to_host
 
 
 ROWS: tuple[Replacement, ...] = (
@@ -109,15 +165,30 @@ ROWS: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-        make=_torch_norm,
-        reason="torch's norm lacks the mark that sequence parallelism needs",
+        make=_norm,
+        reason="the stock wrapper of torch's norms knows no sequence parallelism and no 1p weights",
+        signature="(cls, config, hidden_size, eps=, persist_layer_norm=, zero_centered_gamma=, "
+        "normalization=)",
+    ),
+    Replacement(
+        target="megatron.core.transformer.dot_product_attention.DotProductAttention.__init__",
+        make=_attention,
+        reason="multi-latent attention gives its widths, which only TE's attention takes",
+        signature="(self, config, layer_number, attn_mask_type, attention_type, "
+        "attention_dropout=, softmax_scale=, cp_comm_type=, pg_collection=)",
+    ),
+    Replacement(
+        target="megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu",
+        make=_to_host,
+        reason="the all-to-all dispatcher's split sizes get their form only on the way from a GPU",
+        signature="(tensor, as_numpy=, record_stream=)",
     ),
 )
 
 
 def cpu_rows() -> tuple[Replacement, ...]:
     """Every attribute that CPU mode replaces, torch's before Megatron's."""
-    return cpu_device.ROWS + ROWS
+    return cpu_device.ROWS + ROWS + torch_adam.ROWS
 
 
 def enter(arguments: Sequence[str]) -> list[str]:
@@ -134,14 +205,22 @@ def enter(arguments: Sequence[str]) -> list[str]:
     """
     command_line = for_cpu(arguments)
     _set_defaults()
+    _hide_gpu_packages()
     Installed(cpu_device.ROWS)
-    Installed(ROWS)
+    Installed(ROWS + torch_adam.ROWS)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(
             "CPU mode: no GPU found; gloo, one process a GPU; replaced: "
             f"{', '.join(command_line.replaced)}\n"
         )
     return list(command_line.arguments)
+
+
+def _hide_gpu_packages() -> None:
+    """Make Megatron find no kernels for GPUs, where they are installed: it would call them."""
+    for name in HIDDEN_PACKAGES:
+        if importlib.util.find_spec(name) is not None:
+            sys.modules[name] = None  # type: ignore[assignment]
 
 
 def _set_defaults() -> None:

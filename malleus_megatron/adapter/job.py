@@ -87,9 +87,10 @@ class Job:
 
     def begin_iteration(self, iteration: int) -> None:
         """Cross the boundary before an iteration (from 1): report the last one, switch plans."""
-        self._cross_boundary()
-        scripted = self._inputs.plan_at(iteration, first=self._iteration is None)
+        first = self._iteration is None
         self._iteration = iteration
+        self._cross_boundary()
+        scripted = self._inputs.plan_at(iteration, first=first)
         if scripted is not None:
             self._switch(scripted)
         pipelines = len(self._current.nominal.pipelines)
@@ -132,7 +133,7 @@ class Job:
 
     def _cross_boundary(self) -> None:
         offer = b""
-        if self._reporter is not None and self._iteration is not None:
+        if self._reporter is not None:
             offer = self._offer()
         rows = self._exchange(offer=offer)
         self._check_loss(rows)
@@ -163,6 +164,7 @@ class Job:
             loss=ABSENT if finished.loss is None else float(finished.loss),
             grad_norm=ABSENT if finished.grad_norm is None else finished.grad_norm,
             skipped=float(finished.skipped),
+            pace_calls=float(pace.num_calls),
             pace_misses=float(pace.num_missed),
             pace_worst_ratio=pace.worst_ratio,
         )

@@ -4,15 +4,17 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.values import Decision, Observation
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.events import EventLog
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
-from malleus_megatron.sidecar.client import Reply, SamplesMessage, SidecarClient
+from malleus_megatron.sidecar.client import SidecarClient
 
 _NEWS = 0.05
 """A rate is written again when it has moved by this much of itself."""
@@ -29,7 +31,7 @@ class Reporter:
         Args:
             log_dir: Where events and plans go; None: they are not kept.
             say: Prints one line into the training log.
-            sidecar: The client, started by the caller; None: no re-planning.
+            sidecar: The client, already started; None: no re-planning.
         """
         self._log_dir = log_dir
         self._say = say
@@ -38,8 +40,7 @@ class Reporter:
         self._iteration = 0
         self._rates: dict[int, float] = {}
         self._stragglers: frozenset[int] = frozenset()
-        self._offer: Plan | None = None
-        self._pace_told = False
+        self._pace = PaceWatch()
 
     def level(self, level: Level, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher."""
@@ -57,14 +58,31 @@ class Reporter:
         if not math.isnan(mine.iteration):
             self._iteration = int(mine.iteration)
             self._write_iteration(rows, current)
-            self._tell_pace(rows)
+            message = self._pace.look(rows)
+            if message is not None:
+                self.warning(message)
         samples = [sample for gpu, row in enumerate(rows) if (sample := row.sample(gpu))]
-        self._talk(samples, current)
+        if self._sidecar is not None and samples:
+            self._sidecar.post(
+                Observation(
+                    iteration=samples[0].iteration,
+                    generation=current.generation,
+                    plan_id=current.plan_id,
+                    microbatch_counts=current.plan.microbatch_counts,
+                    samples=tuple(samples),
+                )
+            )
 
     def take_offer(self) -> Plan | None:
-        """The plan that the sidecar has offered since the last call, if any."""
-        offer, self._offer = self._offer, None
-        return offer
+        """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
+        if self._sidecar is None:
+            return None
+        self._take_warnings()
+        decision = self._sidecar.take_reply()
+        if decision is None:
+            return None
+        self._take(decision)
+        return decision.offer
 
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that an offered plan is not taken."""
@@ -102,6 +120,8 @@ class Reporter:
         if self._sidecar is not None:
             self._sidecar.close()
             self._take_warnings()
+        if self._pace.misses:
+            self._events.write("pace", self._iteration, **self._pace.summary())
         self._events.close()
 
     def _write_iteration(self, rows: Sequence[BoundaryRow], current: CurrentPlan) -> None:
@@ -117,58 +137,27 @@ class Reporter:
             plan=current.plan_id,
         )
 
-    def _tell_pace(self, rows: Sequence[BoundaryRow]) -> None:
-        """Once: a paced run whose layers take longer than the pace measures the machine."""
-        worst = max(rows, key=lambda row: row.pace_worst_ratio)
-        if self._pace_told or not worst.pace_misses:
-            return
-        self._pace_told = True
-        misses = int(sum(row.pace_misses for row in rows))
-        self.warning(
-            f"The pace is not held: {misses} layer passes of iteration {self._iteration} took "
-            f"longer than it allows, the worst {worst.pace_worst_ratio:.2f} times (GPU "
-            f"{list(rows).index(worst)}). Step times are this machine's; set longer times in the "
-            "pace, or use fewer ranks."
-        )
-
-    def _talk(self, samples: Sequence[Sample], current: CurrentPlan) -> None:
-        if self._sidecar is None:
-            return
-        if samples:
-            self._sidecar.post(
-                SamplesMessage(
-                    iteration=self._iteration,
-                    generation=current.generation,
-                    plan_id=current.plan_id,
-                    microbatch_counts=current.plan.microbatch_counts,
-                    samples=tuple(samples),
-                )
-            )
-        reply = self._sidecar.take_reply()
-        if reply is not None:
-            self._take_reply(reply)
-        self._take_warnings()
-
     def _take_warnings(self) -> None:
         if self._sidecar is not None:
             for message in self._sidecar.take_warnings():
                 self.warning(message)
 
-    def _take_reply(self, reply: Reply) -> None:
-        self._tell_rates(reply.rates)
-        stragglers = frozenset(reply.stragglers)
+    def _take(self, decision: Decision) -> None:
+        rates = decision.rates
+        self._tell_rates(rates)
+        stragglers = frozenset(decision.stragglers)
         for gpu in sorted(stragglers - self._stragglers):
-            self._events.write("straggler", self._iteration, gpu=gpu, rate=reply.rates[gpu])
-            self._say(f"GPU {gpu} is a straggler: rate {reply.rates[gpu]:.2f}")
+            self._events.write("straggler", self._iteration, gpu=gpu, rate=rates[gpu])
+            self._say(f"GPU {gpu} is a straggler: rate {rates[gpu]:.2f}")
         for gpu in sorted(self._stragglers - stragglers):
-            self._events.write("recovered", self._iteration, gpu=gpu, rate=reply.rates[gpu])
-            self._say(f"GPU {gpu} has recovered: rate {reply.rates[gpu]:.2f}")
+            self._events.write("recovered", self._iteration, gpu=gpu, rate=rates[gpu])
+            self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")
         self._stragglers = stragglers
-        if reply.offer is not None:
-            self._offer = reply.offer
 
     def _tell_rates(self, rates: Rates) -> None:
         new = dict(rates)
+        if not new:
+            return
         gpus = new.keys() | self._rates.keys()
         moved = any(
             abs(new.get(gpu, HEALTHY) / self._rates.get(gpu, HEALTHY) - 1) > _NEWS for gpu in gpus

@@ -32,6 +32,7 @@ class BoundaryRow:
     stage_backward_s: float = ABSENT
     num_layers: float = 0.0
     num_microbatches: float = 0.0
+    pace_calls: float = 0.0
     pace_misses: float = 0.0
     pace_worst_ratio: float = 0.0
     offer_bytes: float = 0.0

@@ -17,6 +17,7 @@ from malleus_megatron.adapter.levels import LevelDecision, check_required, decid
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.values import JobDescription
 from malleus_megatron.errors import MalleusError
 from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
@@ -24,7 +25,7 @@ from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.patching import Installed
 from malleus_megatron.runtime.waits import wait_rows
-from malleus_megatron.sidecar.client import JobDescription, SidecarClient, start_sidecar
+from malleus_megatron.sidecar.client import start_sidecar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,10 +78,12 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
     nominal = _nominal(setup.agreement, len(layers))
     current = CurrentPlan(nominal, setup.decision.level)
     clock = None
+    reporter = None
     error = None
     try:
         check_plans(setup.inputs, current, get_args())
         clock = _clock(setup, layers)
+        reporter = _reporter(setup, nominal) if setup.agreement.rank == 0 else None
     except MalleusError as met:
         error = met
     setup.agreement.raise_together(error)
@@ -92,7 +95,7 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
         inputs=setup.inputs,
         clock=clock,
         waits=Installed(wait_rows(clock)),
-        reporter=_reporter(setup, nominal) if setup.agreement.rank == 0 else None,
+        reporter=reporter,
     )
 
 
@@ -136,16 +139,11 @@ def _on_gpu(layers: list[Any]) -> bool:
 
 
 def _reporter(setup: JobSetup, nominal: Plan) -> Reporter:
+    """On rank 0. The sidecar is started in the background, so that nothing waits for it."""
     config, decision = setup.config, setup.decision
-    sidecar: SidecarClient | None = None
-    if config.sidecar != "none":
-        sidecar = start_sidecar(
-            config.sidecar, JobDescription(nominal=nominal, level=decision.level)
-        )
+    client = start_sidecar(config.sidecar, JobDescription(nominal=nominal, level=decision.level))
     reporter = Reporter(
-        log_dir=config.log_dir,
-        say=lambda line: print_rank_0(f"malleus: {line}"),
-        sidecar=sidecar,
+        log_dir=config.log_dir, say=lambda line: print_rank_0(f"malleus: {line}"), sidecar=client
     )
     reporter.level(decision.level, decision.reason, 0)
     return reporter

@@ -172,7 +172,8 @@ class _Documents:
     def read(self, *, progress: bool) -> Iterator[bytes]:
         """Yield the content of each file that is text, up to the limit."""
         left_bytes = self._limit_bytes
-        with tqdm(total=len(self._paths), unit="file", disable=not progress) as bar:
+        total = len(self._paths) if left_bytes is None else None
+        with tqdm(total=total, unit="file", disable=not progress) as bar:
             for index, path in enumerate(self._paths):
                 bar.update()
                 try:
@@ -197,13 +198,15 @@ class _Documents:
         return f"{self._folder}: no file to take; skipped: {_counts(self.skipped)}."
 
     def _find(self, patterns: Sequence[str]) -> list[Path]:
-        found = []
+        found: list[Path] = []
         for where, folders, names in self._folder.walk(on_error=self._skip_folder):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in names:
-                below = (where / name).relative_to(self._folder)
-                if not name.startswith(".") and any(map(below.match, patterns)):
-                    found.append(where / name)
+            below = where.relative_to(self._folder)
+            found.extend(
+                where / name
+                for name in names
+                if not name.startswith(".") and any(map((below / name).match, patterns))
+            )
         return sorted(found, key=Path.as_posix)
 
     def _skip_folder(self, error: OSError) -> None:

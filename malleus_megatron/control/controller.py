@@ -39,9 +39,10 @@ class Controller:
         self.job = job
         self.policy = policy
         self.offers = Offers()
-        self.last: Decision | None = None
+        self.seen: Observation | None = None
+        self.decision: Decision | None = None
         self._clock = clock
-        self._gpus = sorted(job.plan.all_gpus())
+        self._gpus = sorted(job.nominal.all_gpus())
         self._window: deque[tuple[Sample, ...]] = deque()
         self._streak = 0
 
@@ -55,54 +56,59 @@ class Controller:
             BadInputError: counts or GPUs of another layout than the job's.
         """
         self._check(observation)
-        if self.last is not None and observation.iteration <= self.last.iteration:
+        if self.seen is not None and observation.iteration <= self.seen.iteration:
             self._start_over()
+        self.seen = observation
         self.offers.settle(observation, self.policy.offer_timeout_iterations)
         self._window.append(observation.samples)
         while len(self._window) > self.policy.window:
             self._window.popleft()
-        self.last = self._decide(observation)
-        return self.last
+        self.decision = self._decide(observation)
+        return self.decision
 
     def reject(self, rejected: str, why: str) -> None:
         """The job does not want the plan with this id; it rests for a while."""
-        seen = 0 if self.last is None else self.last.iteration
-        rests_until = seen + self.policy.offer_timeout_iterations
+        iteration = 0 if self.seen is None else self.seen.iteration
+        rests_until = iteration + self.policy.offer_timeout_iterations
         self.offers.reject(rejected, why, rests_until=rests_until)
 
     def _decide(self, observation: Observation) -> Decision:
         if len(self._window) < self.policy.window:
             return Decision(iteration=observation.iteration)
         estimate = estimate_rates(self._window, self._gpus, threshold=self.policy.threshold)
-        stages = measured_stage_times(self._window, self.job.plan)
-        return Decision(
+        decision = Decision(
             iteration=observation.iteration,
             rates=estimate.rates,
             stragglers=estimate.stragglers,
             ignored=estimate.ignored,
-            step_time_s=None if stages is None else step_time_s(stages, observation.counts),
-            offer=None if stages is None else self._offer(observation, stages, estimate.rates),
+        )
+        stages = measured_stage_times(self._window, self.job.nominal)
+        if stages is None:
+            return decision
+        return replace(
+            decision,
+            step_time_s=step_time_s(stages, observation.microbatch_counts),
+            offer=self._offer(observation, stages, estimate.rates),
         )
 
     def _offer(self, observation: Observation, stages: StageTimes, rates: Rates) -> Plan | None:
         """A better plan, if the gain has lasted and the job can be asked now."""
         if self.job.level < Level.rebalance:
             return None
-        start = self._clock()
-        min_gain = self.policy.min_gain
-        plan = rebalanced(self.job.plan, observation.counts, stages, min_gain=min_gain)
+        start_s = self._clock()
+        counts, min_gain = observation.microbatch_counts, self.policy.min_gain
+        plan = rebalanced(self.job.nominal, counts, stages, min_gain=min_gain)
         self._streak = 0 if plan is None else self._streak + 1
         if plan is None or self._streak < self.policy.patience:
             return None
-        identity = plan_id(plan)
-        if not self.offers.may_make(identity, observation.iteration):
+        if not self.offers.may_make(plan_id(plan), observation.iteration):
             return None
-        self.offers.make(identity, observation)
+        self.offers.make(plan_id(plan), observation)
         plan = self._with_healthy_time(plan, rates)
-        return replace(plan, planning=PlanningNote(seconds=self._clock() - start, seed=0))
+        return replace(plan, planning=PlanningNote(seconds=self._clock() - start_s, seed=0))
 
     def _with_healthy_time(self, plan: Plan, rates: Rates) -> Plan:
-        stages = healthy_stage_times(self._window, self.job.plan, rates)
+        stages = healthy_stage_times(self._window, self.job.nominal, rates)
         if stages is None or plan.predicted is None:
             return plan
         healthy = balance_microbatches(stages, plan.num_microbatches)
@@ -115,11 +121,11 @@ class Controller:
         self._streak = 0
 
     def _check(self, observation: Observation) -> None:
-        counts, pipelines = len(observation.counts), len(self.job.plan.pipelines)
+        counts, pipelines = len(observation.microbatch_counts), len(self.job.nominal.pipelines)
         if counts != pipelines:
             raise BadInputError(
-                f"Iteration {observation.iteration}: counts of {counts} pipelines; the job's "
-                f"layout has {pipelines}. Describe the job anew after a change of layout."
+                f"Iteration {observation.iteration}: micro-batches of {counts} pipelines; the "
+                f"job's layout has {pipelines}. Describe the job anew after a change of layout."
             )
         strangers = {sample.gpu for sample in observation.samples}.difference(self._gpus)
         if strangers:

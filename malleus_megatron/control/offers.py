@@ -27,7 +27,7 @@ class Offers:
         """Note that an offer went out with the answer to this observation."""
         self.pending = plan_id
         self._made_at = observation.iteration
-        self._num_microbatches = sum(observation.counts)
+        self._num_microbatches = observation.num_microbatches
 
     def settle(self, observation: Observation, timeout_iterations: int) -> None:
         """End the offer that is out if the job runs under it, has outgrown it, or is silent."""
@@ -36,7 +36,7 @@ class Offers:
         waited = observation.iteration - self._made_at
         if observation.plan_id == self.pending:
             self._end("taken")
-        elif sum(observation.counts) != self._num_microbatches:
+        elif observation.num_microbatches != self._num_microbatches:
             self._end("void: the number of micro-batches of the step changed")
         elif waited >= timeout_iterations:
             self._end(f"not taken within {waited} iterations")

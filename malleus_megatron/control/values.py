@@ -1,7 +1,7 @@
 """What the controller is told, and what it says."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from malleus_megatron.config import Level
 from malleus_megatron.detector.samples import Sample
@@ -14,8 +14,8 @@ from malleus_megatron.plan.rates import Rates
 class JobDescription:
     """What stays the same while the job runs: its layout, and how much of it may change."""
 
-    plan: Plan
-    """The plan that the job starts under; its stages and GPUs are the layout."""
+    nominal: Plan
+    """Its stages and GPUs are the layout; its micro-batches are the stock way to share a step."""
     level: Level
 
 
@@ -24,17 +24,18 @@ class Observation:
     """One iteration: who had how many micro-batches, and what the GPUs measured."""
 
     iteration: int
+    generation: int
     plan_id: str
     """Of the plan that the iteration ran under."""
-    counts: tuple[int, ...]
+    microbatch_counts: tuple[int, ...]
     """Micro-batches of each pipeline; their sum is the step's, which may change in a job."""
     samples: tuple[Sample, ...]
 
     def __post_init__(self) -> None:
         """Refuse a pipeline without micro-batches and a GPU that speaks twice."""
-        if not self.counts or min(self.counts) < 1:
+        if not self.microbatch_counts or min(self.microbatch_counts) < 1:
             raise BadInputError(
-                f"Iteration {self.iteration}: micro-batches {list(self.counts)}; "
+                f"Iteration {self.iteration}: micro-batches {list(self.microbatch_counts)}; "
                 "every pipeline has at least 1."
             )
         speakers = Counter(sample.gpu for sample in self.samples)
@@ -42,13 +43,18 @@ class Observation:
         if twice:
             raise BadInputError(f"Iteration {self.iteration}: several samples of GPUs {twice}.")
 
+    @property
+    def num_microbatches(self) -> int:
+        """Of the whole step."""
+        return sum(self.microbatch_counts)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What an iteration showed. Without rates: too little was seen yet."""
 
     iteration: int
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
     stragglers: tuple[int, ...] = ()
     ignored: tuple[int, ...] = ()
     """GPUs that gave no usable sample in this iteration."""

@@ -36,7 +36,9 @@ def estimate_rates(window: Window, gpus: Sequence[int], *, threshold: float) -> 
     reference_s = _reference_s(list(times.values()), threshold)
     rates = Rates.of({gpu: time_s / reference_s for gpu, time_s in times.items()})
     measured = {
-        sample.gpu for sample in (window[-1] if window else ()) if not math.isnan(layer_time_s(sample))
+        sample.gpu
+        for sample in (window[-1] if window else ())
+        if not math.isnan(layer_time_s(sample))
     }
     return RateEstimate(
         rates=rates,

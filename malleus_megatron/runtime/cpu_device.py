@@ -179,15 +179,6 @@ def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
-def _compile(_: Any) -> Callable[..., Any]:
-    """`torch.compile` that leaves the function as it is, as decorator with and without options."""
-
-    def leave(model: Any = None, **__: Any) -> Any:
-        return (lambda function: function) if model is None else model
-
-    return leave
-
-
 def _data_loader_init(original: Callable[..., None]) -> Callable[..., None]:
     """Loaders draw their seed from a generator of their own, and do not pin."""
 
@@ -215,6 +206,29 @@ def _gloo_for_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*arguments, **options)
 
     return make
+
+
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather tensors of unequal sizes, padded to the largest: gloo knows equal ones only."""
+
+    @functools.wraps(original)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, *group: Any, **options: Any
+    ) -> Any:
+        longest = max(part.shape[0] if part.dim() else 0 for part in tensor_list)
+        if all(not part.dim() or part.shape[0] == longest for part in tensor_list):
+            return original(tensor_list, tensor, *group, **options)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: tensor.shape[0]] = tensor
+        gathered = [torch.empty_like(padded) for _ in tensor_list]
+        work = original(gathered, padded, *group, **options)
+        if work is not None:
+            work.wait()
+        for part, whole in zip(tensor_list, gathered, strict=True):
+            part.copy_(whole[: part.shape[0]])
+        return work
+
+    return all_gather
 
 
 def _instead(function: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -318,5 +332,8 @@ ROWS: tuple[Replacement, ...] = (
         "distributed.init_process_group",
         "distributed.new_group",
     ),
-    *_rows(_compile, "compiling takes minutes and small models gain nothing", "compile"),
+    *_rows(_all_gather, "gloo gathers tensors of one size only", "distributed.all_gather"),
+    *_rows(
+        lambda _: True, "compiling takes minutes and changes rounding", "_dynamo.config.disable"
+    ),
 )

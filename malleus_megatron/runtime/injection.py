@@ -126,4 +126,4 @@ def _cycles_per_s() -> float:
     torch.cuda._sleep(_CALIBRATION_CYCLES)  # noqa: SLF001
     end.record()
     end.synchronize()
-    return _CALIBRATION_CYCLES / (start.elapsed_time(end) / 1000)
+    return _CALIBRATION_CYCLES / (float(start.elapsed_time(end)) / 1000)

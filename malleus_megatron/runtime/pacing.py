@@ -10,7 +10,7 @@ from malleus_megatron.runtime.windows import LayerCall, Phase
 MISS_RATIO = 1.05
 """Work that takes longer than this times its target is a miss."""
 
-_LARGEST_CORRECTION = 0.1
+_LARGEST_CORRECTION = 0.05
 _LARGEST_LATENESS_S = 0.01
 
 
@@ -87,7 +87,7 @@ class Sleeper:
     """Sleeps that are right on average.
 
     `time.sleep` returns about 0.1 ms late, and later on a busy machine. A sleep's lateness is taken
-    off the next ones, at most a tenth of each, so that one late call does not make others absurd.
+    off the next ones, at most a twentieth of each, so that one late call does not make others absurd.
     """
 
     def __init__(self) -> None:

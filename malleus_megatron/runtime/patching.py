@@ -108,8 +108,12 @@ class Installed:
         faults = [fault for row in self.rows if (fault := mismatch(row)) is not None]
         if faults:
             raise UnsupportedMegatronError("\n".join(faults))
-        for row in self.rows:
-            self._put(row)
+        try:
+            for row in self.rows:
+                self._put(row)
+        except BaseException:
+            self.uninstall()
+            raise
 
     def uninstall(self) -> None:
         """Put every original back, last first. A second call does nothing."""

@@ -1,0 +1,127 @@
+"""What is said to the sidecar, and what becomes of its failures. No thread, no clock."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from malleus_megatron.control.policy import Policy
+from malleus_megatron.control.values import Decision, JobDescription, Observation
+from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.plan.plan import check_world
+from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.process import Sidecar
+from malleus_megatron.sidecar.transport import Transport
+
+_MAX_FAILURES = 5
+_FIRST_PAUSE_S = 0.5
+_MAX_WARNINGS = 20
+_MAX_NAMED_GPUS = 16
+_GOES_ON = "Training goes on under the current plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What one exchange brought."""
+
+    decision: Decision | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class Conversation:
+    """Asks the sidecar and checks its answers; whatever it does wrong becomes a warning.
+
+    After a failure it waits, each time twice as long; after a few in a row it is over.
+    """
+
+    def __init__(self, sidecar: Sidecar, job: JobDescription, policy: Policy) -> None:
+        """Nothing is sent before the first exchange."""
+        self.over = False
+        self._sidecar = sidecar
+        self._policy = policy
+        self._transport: Transport | None = None
+        self._failures = 0
+        self._said: set[str] = set()
+        self.describe(job)
+
+    def describe(self, job: JobDescription) -> None:
+        """Describe the job anew with the next exchange."""
+        self._job = protocol.encode(protocol.job_to_json(job, self._policy))
+        self._num_gpus = len(list(job.nominal.all_gpus()))
+        self._job_is_known = False
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next exchange."""
+        return _FIRST_PAUSE_S * 2 ** (self._failures - 1) if self._failures else 0.0
+
+    def exchange(
+        self, observation: Observation | None = None, rejected: Iterable[tuple[str, str]] = ()
+    ) -> Turn:
+        """Tell what is new and hear what the controller decides.
+
+        Args:
+            observation: The newest iteration, if there is a new one.
+            rejected: Plan id and reason of offers that the job refused.
+        """
+        try:
+            self._introduce()
+            for plan_id, why in rejected:
+                self._ask("/v1/rejected", {"plan_id": plan_id, "why": why})
+            decision = None if observation is None else self._decision(observation)
+        except (SidecarError, BadInputError) as error:
+            return Turn(warnings=self._once(self._failed(str(error))))
+        self._failures = 0
+        warnings = self._once(_unmeasured(decision)) if decision else ()
+        return Turn(decision=decision, warnings=warnings)
+
+    def _introduce(self) -> None:
+        """Connect and describe the job; after a failure again, since it may be another process."""
+        if self._transport is None:
+            self._transport = self._sidecar.connect()
+        if not self._job_is_known:
+            protocol.decode(self._transport("/v1/job", self._job), "The sidecar's answer")
+            self._job_is_known = True
+
+    def _decision(self, observation: Observation) -> Decision:
+        answer = self._ask("/v1/samples", protocol.observation_to_json(observation))
+        decision = protocol.decision_from_json(answer)
+        if decision.offer is not None:
+            check_world(decision.offer, self._num_gpus)
+        return decision
+
+    def _ask(self, path: str, document: dict[str, object]) -> dict[str, object]:
+        assert self._transport is not None
+        body = self._transport(path, protocol.encode(document))
+        return protocol.decode(body, "The sidecar's answer")
+
+    def _failed(self, error: str) -> str:
+        self._failures += 1
+        self._job_is_known = False
+        end = self._sidecar.end()
+        if end is not None:
+            self.over = True
+            return f"The sidecar has ended ({end}). {_GOES_ON}; there are no more re-plans."
+        if self._failures >= _MAX_FAILURES:
+            self.over = True
+            return (
+                f"The sidecar failed {self._failures} times in a row; at last: {error} "
+                f"{_GOES_ON}; it is not asked again."
+            )
+        return f"The sidecar failed: {error} {_GOES_ON}; it is asked again."
+
+    def _once(self, warning: str | None) -> tuple[str, ...]:
+        """The warning if it was not said yet; an endless variety of them is cut short."""
+        if warning is None or warning in self._said:
+            return ()
+        if len(self._said) >= _MAX_WARNINGS and not self.over:
+            return ()
+        self._said.add(warning)
+        return (warning,)
+
+
+def _unmeasured(decision: Decision) -> str | None:
+    if not decision.ignored:
+        return None
+    gpus = ", ".join(map(str, decision.ignored[:_MAX_NAMED_GPUS]))
+    more = len(decision.ignored) - _MAX_NAMED_GPUS
+    named = f"{gpus} and {more} more" if more > 0 else gpus
+    return f"No usable layer timing from GPU {named}; earlier ones count, if there are any."

@@ -1,0 +1,180 @@
+"""JSON between the job and its sidecar: one document a request, one an answer.
+
+Plans and rates look as in plan.json and rates.json. JSON has no NaN, so a time that was not
+measured is null.
+"""
+
+import json
+import math
+from dataclasses import fields
+from typing import Any
+
+from malleus_megatron.config import Level
+from malleus_megatron.control.policy import Policy
+from malleus_megatron.control.values import Decision, JobDescription, Observation
+from malleus_megatron.detector.samples import Sample
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.codec import (
+    canonical_json,
+    plan_from_json,
+    plan_to_json,
+    rates_from_json,
+    rates_to_json,
+)
+from malleus_megatron.plan.fields import (
+    as_dict,
+    as_float,
+    as_int,
+    as_list,
+    check_version,
+    required,
+)
+
+SCHEMA_VERSION = 1
+MAX_MESSAGE_BYTES = 8 * 2**20
+"""Of a request and of an answer; the samples of 10,000 GPUs take a quarter of it."""
+
+_MAX_DIGITS = 18
+
+
+def encode(document: dict[str, Any]) -> bytes:
+    """The document as canonical JSON with its schema version."""
+    return canonical_json({"schema_version": SCHEMA_VERSION} | document).encode()
+
+
+def decode(data: bytes, where: str) -> dict[str, Any]:
+    """Parse one JSON object of this schema version.
+
+    Raises:
+        BadInputError: not JSON, NaN or infinity in it, no object, or another version.
+    """
+    try:
+        document = json.loads(data, parse_constant=_no_constant, parse_int=_bounded_int)
+    except (ValueError, RecursionError) as error:
+        raise BadInputError(f"{where} is not JSON: {error}.") from error
+    body = as_dict(document, where)
+    check_version(body, SCHEMA_VERSION, where)
+    return body
+
+
+def job_to_json(job: JobDescription, policy: Policy) -> dict[str, Any]:
+    """The job's layout and level, and the settings to begin with."""
+    return {
+        "nominal": plan_to_json(job.nominal),
+        "level": job.level.name,
+        "settings": policy_to_json(policy),
+    }
+
+
+def job_from_json(body: dict[str, Any]) -> tuple[JobDescription, Policy]:
+    """Read what `job_to_json` wrote; without `settings` the defaults hold."""
+    level = str(required(body, "level", "job"))
+    if level not in Level.__members__:
+        raise BadInputError(f"job.level: {level!r} is none of {', '.join(Level.__members__)}.")
+    nominal = plan_from_json(required(body, "nominal", "job"), "job.nominal")
+    policy = changed_policy(Policy(), as_dict(body.get("settings", {}), "job.settings"))
+    return JobDescription(nominal=nominal, level=Level[level]), policy
+
+
+def policy_to_json(policy: Policy) -> dict[str, float]:
+    """Every setting by its name."""
+    return {setting.name: getattr(policy, setting.name) for setting in fields(Policy)}
+
+
+def changed_policy(policy: Policy, changes: dict[str, Any]) -> Policy:
+    """The policy with the named settings changed.
+
+    Raises:
+        BadInputError: an unknown name or a value that has no sense.
+    """
+    values = policy_to_json(policy)
+    for name, value in changes.items():
+        if name == "schema_version":
+            continue
+        if name not in values:
+            raise BadInputError(f"Unknown setting {name!r}. Known: {', '.join(values)}.")
+        whole = isinstance(values[name], int)
+        values[name] = as_int(value, name) if whole else as_float(value, name)
+    return Policy(**values)  # type: ignore[arg-type]
+
+
+def observation_to_json(observation: Observation) -> dict[str, Any]:
+    """One iteration's samples and counts."""
+    return {
+        "iteration": observation.iteration,
+        "generation": observation.generation,
+        "plan_id": observation.plan_id,
+        "microbatch_counts": list(observation.microbatch_counts),
+        "samples": [_sample_to_json(sample) for sample in observation.samples],
+    }
+
+
+def observation_from_json(body: dict[str, Any]) -> Observation:
+    """Read what `observation_to_json` wrote."""
+    counts = as_list(required(body, "microbatch_counts", "samples"), "microbatch_counts")
+    samples = as_list(required(body, "samples", "samples"), "samples")
+    return Observation(
+        iteration=as_int(required(body, "iteration", "samples"), "iteration"),
+        generation=as_int(required(body, "generation", "samples"), "generation"),
+        plan_id=str(required(body, "plan_id", "samples")),
+        microbatch_counts=tuple(as_int(count, "microbatch_counts") for count in counts),
+        samples=tuple(
+            _sample_from_json(sample, f"samples[{index}]") for index, sample in enumerate(samples)
+        ),
+    )
+
+
+def decision_to_json(decision: Decision) -> dict[str, Any]:
+    """The answer to an observation."""
+    return {
+        "iteration": decision.iteration,
+        "rates": rates_to_json(decision.rates),
+        "stragglers": list(decision.stragglers),
+        "ignored": list(decision.ignored),
+        "step_time_s": decision.step_time_s,
+        "offer": None if decision.offer is None else plan_to_json(decision.offer),
+    }
+
+
+def decision_from_json(body: dict[str, Any]) -> Decision:
+    """Read what `decision_to_json` wrote."""
+    step_time_s, offer = body.get("step_time_s"), body.get("offer")
+    return Decision(
+        iteration=as_int(required(body, "iteration", "answer"), "iteration"),
+        rates=rates_from_json(required(body, "rates", "answer"), "rates"),
+        stragglers=_gpus(body, "stragglers"),
+        ignored=_gpus(body, "ignored"),
+        step_time_s=None if step_time_s is None else as_float(step_time_s, "step_time_s"),
+        offer=None if offer is None else plan_from_json(offer, "offer"),
+    )
+
+
+def _gpus(body: dict[str, Any], name: str) -> tuple[int, ...]:
+    return tuple(as_int(gpu, name) for gpu in as_list(required(body, name, "answer"), name))
+
+
+def _sample_to_json(sample: Sample) -> dict[str, Any]:
+    values = {part.name: getattr(sample, part.name) for part in fields(Sample)}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _sample_from_json(document: Any, where: str) -> Sample:
+    body = as_dict(document, where)
+    values: dict[str, Any] = {}
+    for part in fields(Sample):
+        value, place = required(body, part.name, where), f"{where}.{part.name}"
+        if part.type is int:
+            values[part.name] = as_int(value, place)
+        else:
+            values[part.name] = math.nan if value is None else as_float(value, place)
+    return Sample(**values)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _bounded_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)

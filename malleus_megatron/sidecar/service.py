@@ -1,0 +1,79 @@
+"""What the sidecar does with each request: documents in, documents out, no network."""
+
+from typing import Any
+
+from malleus_megatron.control.controller import Controller
+from malleus_megatron.control.policy import Policy
+from malleus_megatron.control.values import JobDescription
+from malleus_megatron.errors import SidecarError
+from malleus_megatron.plan.fields import required
+from malleus_megatron.sidecar import protocol
+
+
+class NoJobError(SidecarError):
+    """Something was asked about the job before the job was described."""
+
+
+class Service:
+    """One job's controller, driven by requests.
+
+    Every method takes and returns JSON documents and raises BadInputError for a bad one.
+    """
+
+    def __init__(self) -> None:
+        self._controller: Controller | None = None
+        self._described: tuple[JobDescription, Policy] | None = None
+
+    def health(self) -> dict[str, Any]:
+        """Alive."""
+        return {"status": "ok"}
+
+    def job(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Take up a job; the same description again, after a lost answer say, changes nothing."""
+        described = protocol.job_from_json(body)
+        if described != self._described:
+            self._described = described
+            self._controller = Controller(*described)
+        return {}
+
+    def samples(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One iteration's samples: the answer is what the controller decides."""
+        observation = protocol.observation_from_json(body)
+        return protocol.decision_to_json(self._known().observe(observation))
+
+    def rejected(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The job refused an offer."""
+        plan_id = str(required(body, "plan_id", "rejected"))
+        self._known().reject(plan_id, str(body.get("why", "no reason given")))
+        return {}
+
+    def settings(self) -> dict[str, Any]:
+        """The settings in force."""
+        return protocol.policy_to_json(self._known().policy)
+
+    def change_settings(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Change the named settings from the next iteration on; the others stay."""
+        controller = self._known()
+        controller.policy = protocol.changed_policy(controller.policy, body)
+        return self.settings()
+
+    def status(self) -> dict[str, Any]:
+        """Everything known about the job, for people and pages."""
+        controller = self._controller
+        if controller is None:
+            return {"job": None}
+        job, seen, decision = controller.job, controller.seen, controller.decision
+        return {
+            "job": protocol.job_to_json(job, controller.policy),
+            "generation": None if seen is None else seen.generation,
+            "plan_id": None if seen is None else seen.plan_id,
+            "microbatch_counts": [] if seen is None else list(seen.microbatch_counts),
+            "decision": None if decision is None else protocol.decision_to_json(decision),
+            "pending_offer": controller.offers.pending,
+            "last_offer": controller.offers.last_outcome,
+        }
+
+    def _known(self) -> Controller:
+        if self._controller is None:
+            raise NoJobError("No job is known here. Describe it first: POST /v1/job.")
+        return self._controller
