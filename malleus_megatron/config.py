@@ -11,7 +11,7 @@ from malleus_megatron.errors import BadInputError
 
 
 class Level(IntEnum):
-    """How much of a job the plugin can change (DESIGN section 6)."""
+    """How much of a job the plugin can change."""
 
     observe = 0
     rebalance = 1
@@ -28,7 +28,7 @@ def _setting(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalleusConfig:
-    """Every field but `enabled` is the flag `--malleus-<field>`; see FLAGS for their texts."""
+    """Every field but `enabled` is the flag `--malleus-<field>`."""
 
     enabled: bool = False
     plan: Path | None = _setting("start under this plan", convert=Path, metavar="PLAN.json")
@@ -50,7 +50,9 @@ class MalleusConfig:
         choices=[level.name for level in Level],
     )
     device: str = _setting(
-        "where to train; auto takes the GPU if there is one", "auto", choices=("auto", "cuda", "cpu")
+        "where to train; auto takes the GPU if there is one",
+        "auto",
+        choices=("auto", "cuda", "cpu"),
     )
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
@@ -104,6 +106,16 @@ def split_flags(arguments: list[str]) -> tuple[MalleusConfig, list[str]]:
     config = MalleusConfig(enabled=namespace.malleus, **values)
     _check_needs(config)
     return config, rest
+
+
+def own_flags(config: MalleusConfig) -> list[str]:
+    """The command line of these settings, without those that have their default."""
+    words = ["--malleus"] if config.enabled else []
+    for setting in fields(MalleusConfig):
+        value = getattr(config, setting.name)
+        if setting.name != "enabled" and value != setting.default:
+            words += [_flag(setting.name), value.name if isinstance(value, Level) else str(value)]
+    return words
 
 
 def flag_names() -> list[str]:

@@ -8,6 +8,8 @@ class MalleusError(Exception):
     """Base of all errors that a user can cause or meet; `exit_code` is the process's status."""
 
     exit_code = EXIT_BAD_INPUT
+    on_all_ranks = False
+    """True on an error that every rank raises with the same message: rank 0 tells it."""
 
 
 class BadInputError(MalleusError):

@@ -22,8 +22,8 @@ class EventLog:
         if self._file is None:
             return
         line = {"event": event, "iteration": iteration} | values
-        json.dump(_plain(line), self._file, sort_keys=True, allow_nan=False)
-        self._file.write("\n")
+        text = json.dumps(_plain(line), sort_keys=True, allow_nan=False)
+        self._file.write(text + "\n")
         self._file.flush()
 
     def close(self) -> None:

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from malleus_megatron.adapter import start
 from malleus_megatron.errors import BadInputError
 
+_MODELOPT = "megatron.post_training (ModelOpt)"
+
 NOT_IN_THE_WHEEL = {
-    **dict.fromkeys(
-        ("--modelopt-enabled", "--enable-gpt-oss", "--finetune-hf-dataset", "--finetune-data-split")
-        + ("--qad-train-target", "--freeze-base-for-mtp", "--export-"),
-        "megatron.post_training (ModelOpt)",
-    ),
+    "--export-": _MODELOPT,
+    "--modelopt-enabled": _MODELOPT,
+    "--enable-gpt-oss": _MODELOPT,
+    "--finetune-hf-dataset": _MODELOPT,
+    "--finetune-data-split": _MODELOPT,
+    "--qad-train-target": _MODELOPT,
+    "--freeze-base-for-mtp": _MODELOPT,
     "--perform-rl-step": "megatron.rl",
 }
 """Flags (or how they begin) -> the code behind them, which only Megatron-LM's repository has."""

@@ -17,6 +17,11 @@ USAGE = "python -m malleus_megatron.run SCRIPT [flags of the script] [--malleus 
 
 def main() -> None:
     """Take the script's name off the command line, prepare, and run it as `__main__`."""
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        from malleus_megatron.adapter.help_text import print_help
+
+        print_help(USAGE)
+        return
     with start.one_message():
         script = _take_script()
         started = start.prepare()

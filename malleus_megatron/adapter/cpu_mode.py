@@ -4,13 +4,14 @@ import contextlib
 import functools
 import importlib.util
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from malleus_megatron.adapter import torch_adam
+from malleus_megatron.adapter import cpu_norm, torch_adam
 from malleus_megatron.adapter.gpu_flags import for_cpu
 from malleus_megatron.runtime import cpu_device
 from malleus_megatron.runtime.patching import Installed, Replacement
@@ -57,50 +58,6 @@ def _fork(_: Any) -> Callable[..., Any]:
             self._current_state_name = outer_name
 
     return fork
-
-
-class _ZeroCenteredLayerNorm(torch.nn.LayerNorm):
-    """LayerNorm whose weight is what is added to 1 (`--apply-layernorm-1p`)."""
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.zeros_(self.weight)
-        torch.nn.init.zeros_(self.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.layer_norm(
-            x, self.normalized_shape, self.weight + 1, self.bias, self.eps
-        )
-
-
-class _ZeroCenteredRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm whose weight is what is added to 1 (`--apply-layernorm-1p`)."""
-
-    def reset_parameters(self) -> None:
-        torch.nn.init.zeros_(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
-
-
-_NORMS = {
-    ("LayerNorm", False): torch.nn.LayerNorm,
-    ("LayerNorm", True): _ZeroCenteredLayerNorm,
-    ("RMSNorm", False): torch.nn.RMSNorm,
-    ("RMSNorm", True): _ZeroCenteredRMSNorm,
-}
-
-
-def _norm(_: Any) -> Callable[..., torch.nn.Module]:
-    """torch's norm, with its parameters marked where sequence parallelism must sum their gradients."""
-
-    def new(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        kind = _NORMS[config.normalization, config.layernorm_zero_centered_gamma]
-        norm = kind(hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return new
 
 
 def _attention(original: Callable[..., None]) -> Callable[..., None]:
@@ -165,7 +122,7 @@ ROWS: tuple[Replacement, ...] = (
     ),
     Replacement(
         target="megatron.core.transformer.torch_norm.WrappedTorchNorm.__new__",
-        make=_norm,
+        make=cpu_norm.make_norm,
         reason="the stock wrapper of torch's norms knows no sequence parallelism and no 1p weights",
         signature="(cls, config, hidden_size, eps=, persist_layer_norm=, zero_centered_gamma=, "
         "normalization=)",
@@ -191,11 +148,12 @@ def cpu_rows() -> tuple[Replacement, ...]:
     return cpu_device.ROWS + ROWS + torch_adam.ROWS
 
 
-def enter(arguments: Sequence[str]) -> list[str]:
+def enter(arguments: Sequence[str], *, why: str) -> list[str]:
     """Turn CPU mode on and say so in one line.
 
     Args:
         arguments: The recipe's command line, without our flags.
+        why: What made the choice, for the line.
 
     Returns:
         The command line for Megatron's parser.
@@ -204,13 +162,13 @@ def enter(arguments: Sequence[str]) -> list[str]:
         BadInputError: flags that a CPU cannot serve; nothing has been replaced then.
     """
     command_line = for_cpu(arguments)
-    _set_defaults()
+    _set_environment()
     _hide_gpu_packages()
     Installed(cpu_device.ROWS)
     Installed(ROWS + torch_adam.ROWS)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(
-            "CPU mode: no GPU found; gloo, one process a GPU; replaced: "
+            f"CPU mode: {why}; gloo, one process a GPU; replaced: "
             f"{', '.join(command_line.replaced)}\n"
         )
     return list(command_line.arguments)
@@ -223,14 +181,22 @@ def _hide_gpu_packages() -> None:
             sys.modules[name] = None  # type: ignore[assignment]
 
 
-def _set_defaults() -> None:
-    """Environment that the launcher left open; threads beyond the cores only fight for them."""
+def _set_environment() -> None:
+    """Decide what the launcher left open."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     if "RANK" not in os.environ:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if "OMP_NUM_THREADS" not in os.environ:
-        processes = cpu_device.local_world_size()
-        if processes > 1:
-            threads = max(1, len(os.sched_getaffinity(0)) // processes)
-            os.environ["OMP_NUM_THREADS"] = str(threads)
-            torch.set_num_threads(threads)
+    processes = cpu_device.local_world_size()
+    if processes == int(os.environ.get("WORLD_SIZE", "1")) and _has_loopback():
+        # All ranks are on this machine: gloo need not guess an address from the host's name.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "OMP_NUM_THREADS" not in os.environ and processes > 1:
+        # Threads beyond the cores only fight for them.
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
+
+
+def _has_loopback() -> bool:
+    return "lo" in {name for _, name in socket.if_nameindex()}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from malleus_megatron.plan.microbatches import deal
 
-BuildLoader = Callable[[Any, int], DataLoader | None]
+BuildLoader = Callable[[Any, int], DataLoader[Any] | None]
 Pause = Callable[[], AbstractContextManager[None]]
 
 
@@ -145,7 +145,7 @@ def _dealt(
             yield indices
 
 
-def _loader_like(loader: DataLoader, batch_sampler: Iterator[list[int]]) -> DataLoader:
+def _loader_like(loader: DataLoader[Any], batch_sampler: Iterator[list[int]]) -> DataLoader[Any]:
     """Megatron's loader with other sample indices."""
     return DataLoader(
         loader.dataset,

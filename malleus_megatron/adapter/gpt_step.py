@@ -189,9 +189,7 @@ def _validate(loss: torch.Tensor, args: Any) -> None:
         checks.append((torch.isnan, "found NaN in local forward loss calculation", True))
         checks.append((torch.isinf, "found Inf in local forward loss calculation", True))
     if args.check_for_spiky_loss:
-        is_spike = partial(
-            machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss"
-        )
+        is_spike = partial(machine.is_unexpectedly_large, threshold=SPIKE_FACTOR, context="loss")
         checks.append((is_spike, "Spiky loss", False))
     for is_rejected, message, fatal in checks:
         machine.validate_result(

@@ -32,6 +32,14 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOutValue:
+    """One value of a flag that takes many; without any value left the flag goes too."""
+
+    flag: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """A flag without which the run would be another run, and that a CPU cannot serve."""
 
@@ -41,6 +49,8 @@ class Refused:
     """Values that a CPU can serve."""
     only: str = ""
     """Refuse only a value that has this text in it."""
+    unless: str = ""
+    """Another flag in whose company a CPU can serve it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +96,17 @@ def for_cpu(arguments: Sequence[str]) -> CpuCommandLine:
     left_out = {
         rule.flag: rule for rule in LEFT_OUT if not (rule.unless and rule.unless in present)
     }
-    words = [word for group in groups for word in _kept(group, left_out).words()]
+    kept = [_without_values(_kept(group, left_out)) for group in groups]
+    words = [word for group in kept for word in group.words()]
     replaced = [
         f"{rule.flag} → {rule.instead}" if rule.instead else f"without {rule.flag}"
         for flag, rule in left_out.items()
         if flag in present
+    ]
+    replaced += [
+        f"without {rule.flag} {rule.value}"
+        for rule in LEFT_OUT_VALUES
+        if any(rule.flag == group.flag and rule.value in group.values for group in groups)
     ]
     forced = [rule for rule in FORCED if not _stands_in(groups, rule.words)]
     return CpuCommandLine(
@@ -118,6 +134,14 @@ def _kept(group: _Group, left_out: dict[str, LeftOut]) -> _Group:
     return group if rule is None else group.without_flag(rule.arity)
 
 
+def _without_values(group: _Group) -> _Group:
+    unwanted = {rule.value for rule in LEFT_OUT_VALUES if rule.flag == group.flag}
+    if not unwanted & set(group.values):
+        return group
+    values = tuple(value for value in group.values if value not in unwanted)
+    return _Group(flag=group.flag if values else "", values=values, joined=group.joined)
+
+
 def _stands_in(groups: Sequence[_Group], words: tuple[str, ...]) -> bool:
     """True if the recipe itself says these words, and nothing else by that flag."""
     said = [group.values[: len(words) - 1] for group in groups if group.flag == words[0]]
@@ -130,12 +154,15 @@ def _refuse(groups: Sequence[_Group]) -> None:
     offenders = [
         f"  {' '.join(last[rule.flag].words())}: {rule.why}"
         for rule in REFUSED
-        if rule.flag in last and _is_refused(rule, last[rule.flag].values)
+        if rule.flag in last
+        and (not rule.unless or rule.unless not in last)
+        and _is_refused(rule, last[rule.flag].values)
     ]
     if offenders:
         listed = "\n".join(offenders)
         raise BadInputError(
-            f"CPU mode has nothing in place of these flags; leave them out or run on a GPU:\n{listed}"
+            "CPU mode has nothing in place of these flags; leave them out or run on a GPU:\n"
+            + listed
         )
 
 
@@ -147,9 +174,7 @@ def _is_refused(rule: Refused, values: tuple[str, ...]) -> bool:
 
 FORCED: tuple[Forced, ...] = (
     Forced(words=("--distributed-backend", "gloo"), instead_of="nccl → gloo"),
-    Forced(
-        words=("--transformer-impl", "local"), instead_of="transformer_engine → local modules"
-    ),
+    Forced(words=("--transformer-impl", "local"), instead_of="transformer_engine → local modules"),
     Forced(words=("--no-masked-softmax-fusion",), instead_of="masked softmax fusion → torch"),
     Forced(words=("--no-rope-fusion",), instead_of="RoPE fusion → torch"),
     Forced(words=("--no-persist-layer-norm",), instead_of="persistent layer norm → torch"),
@@ -180,9 +205,7 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     # Overlap that needs streams: the sums are the same.
     LeftOut(flag="--overlap-moe-expert-parallel-comm", arity="none", instead=_OVERLAP),
     LeftOut(flag="--delay-wgrad-compute", arity="none", instead=_OVERLAP),
-    LeftOut(
-        flag="--overlap-dispatch-backward-with-experts-wgrad", arity="none", instead=_OVERLAP
-    ),
+    LeftOut(flag="--overlap-dispatch-backward-with-experts-wgrad", arity="none", instead=_OVERLAP),
     LeftOut(flag="--ep-overlap-early-attn-memory-release", arity="none"),
     LeftOut(flag="--defer-embedding-wgrad-compute", arity="none", instead=_OVERLAP),
     LeftOut(flag="--wgrad-deferral-limit", arity="one"),
@@ -214,12 +237,22 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut(
         flag="--use-precision-aware-optimizer", arity="none", instead="the same states in fp32"
     ),
+    # Its fresh process looks for a GPU; without it a fork writes each checkpoint.
+    LeftOut(flag="--use-persistent-ckpt-worker", arity="none", instead="a process for each save"),
     # Measuring GPUs.
     LeftOut(flag="--profile", arity="none", unless="--use-pytorch-profiler"),
     LeftOut(flag="--record-memory-history", arity="none"),
     LeftOut(flag="--gpu-sniff-test-interval", arity="one"),
     LeftOut(flag="--log-energy", arity="none"),
     LeftOut(flag="--log-straggler", arity="none"),
+    LeftOut(flag="--log-max-attention-logit", arity="none"),
+)
+
+LEFT_OUT_VALUES: tuple[LeftOutValue, ...] = (
+    # Recomputed without keeping the output, which needs an extension that is built in the run.
+    LeftOutValue(flag="--recompute-modules", value="layernorm"),
+    LeftOutValue(flag="--recompute-modules", value="mla_up_proj"),
+    LeftOutValue(flag="--recompute-modules", value="moe_act"),
 )
 
 _TE_ONLY = "only Transformer Engine has it"
@@ -237,6 +270,12 @@ REFUSED: tuple[Refused, ...] = (
     Refused(flag="--fp4-param-gather", why="FP4 needs a GPU"),
     Refused(flag="--reuse-grad-buf-for-mxfp8-param-ag", why="FP8 needs a GPU"),
     Refused(flag="--te-precision-config-file", why=_TE_ONLY),
+    Refused(flag="--qk-clip", why=_TE_ONLY),
+    Refused(
+        flag="--qk-l2-norm", why="Megatron's local layers leave it out", unless="--num-experts"
+    ),
+    Refused(flag="--moe-latent-size", why=_TE_ONLY),
+    Refused(flag="--position-embedding-type", why=_TE_ONLY, only="relative"),
     Refused(flag="--enable-cuda-graph", why=_CUDA_GRAPH),
     Refused(flag="--external-cuda-graph", why=_CUDA_GRAPH),
     Refused(flag="--cuda-graph-impl", why=_CUDA_GRAPH, allowed=("none",)),

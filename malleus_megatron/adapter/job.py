@@ -22,7 +22,6 @@ from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.pacing import PaceReport
-from malleus_megatron.runtime.patching import Installed
 
 LEGACY_LOSS = (
     "the script's loss function reports a mean, not a [sum, tokens] pair: its average over "
@@ -53,7 +52,6 @@ class Job:
         current: CurrentPlan,
         inputs: Inputs,
         clock: LayerClock,
-        waits: Installed,
         reporter: Reporter | None,
     ) -> None:
         """Take the parts; nothing is called yet.
@@ -64,7 +62,6 @@ class Job:
             current: The plan in force.
             inputs: What the user's files say.
             clock: Times this rank's layers.
-            waits: What tells the clock of waiting; taken out at the end.
             reporter: On rank 0, who tells people and the sidecar.
         """
         self.clock = clock
@@ -73,7 +70,6 @@ class Job:
         self._agreement = agreement
         self._current = current
         self._inputs = inputs
-        self._waits = waits
         self._reporter = reporter
         self._iteration: int | None = None
         self._counts: tuple[int, ...] = current.plan.microbatch_counts
@@ -127,7 +123,6 @@ class Job:
         if together:
             self._exchange(offer=b"")
         self.clock.detach()
-        self._waits.uninstall()
         if self._reporter is not None:
             self._reporter.close()
 
@@ -179,7 +174,7 @@ class Job:
             raise BadInputError(f"The plan has micro-batches {counts}, but {LEGACY_LOSS}.")
         self._current.level = Level.observe
         if self._reporter is not None:
-            self._reporter.level(Level.observe, LEGACY_LOSS, self._iteration or 0)
+            self._reporter.level(self._current, LEGACY_LOSS, self._iteration or 0)
 
     def _offer(self) -> bytes:
         """On rank 0: a plan from the sidecar that this job can run under, as bytes."""

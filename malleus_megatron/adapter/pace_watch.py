@@ -9,7 +9,7 @@ _TOLERATED_SHARE = 0.02
 
 
 class PaceWatch:
-    """Counts layer calls that took longer than the pace; the first iteration warms up, uncounted."""
+    """Counts layer calls that took longer than the pace, from the second iteration on."""
 
     def __init__(self) -> None:
         """Nothing seen."""

@@ -6,6 +6,8 @@ from malleus_megatron.adapter.data import BuildLoader, TrainBatches
 from malleus_megatron.adapter.job import Job
 from malleus_megatron.adapter.setup import JobSetup, begin_setup, finish_setup
 from malleus_megatron.config import MalleusConfig
+from malleus_megatron.runtime.patching import Installed
+from malleus_megatron.runtime.waits import wait_rows
 
 
 class Plugin:
@@ -16,6 +18,7 @@ class Plugin:
         self.config = config
         self.job: Job | None = None
         self._setup: JobSetup | None = None
+        self._waits: Installed | None = None
         self._loaders_built = 0
 
     def before_model(self) -> None:
@@ -35,6 +38,7 @@ class Plugin:
         if self._setup is None:
             raise AssertionError("set_up comes after before_model")
         self.job = finish_setup(self._setup, model)
+        self._waits = Installed(wait_rows(self.job.clock))
 
     def loader(self, dataset: Any, consumed_samples: int, *, build: BuildLoader) -> Any:
         """The loader for one of Megatron's datasets: ours for training, stock for the others.
@@ -60,3 +64,5 @@ class Plugin:
         if self.job is not None:
             self.job.finish(together=together)
             self.job = None
+        if self._waits is not None:
+            self._waits.uninstall()

@@ -6,10 +6,8 @@ from pathlib import Path
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
-from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.control.values import Decision, Observation
-from malleus_megatron.detector.samples import Sample
+from malleus_megatron.control.values import Decision, JobDescription, Observation
 from malleus_megatron.events import EventLog
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
@@ -42,10 +40,12 @@ class Reporter:
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
 
-    def level(self, level: Level, reason: str, iteration: int) -> None:
-        """Say at which level the job runs and why not higher."""
-        self._events.write("level", iteration, level=level.name, reason=reason)
-        self._say(f"level {level.name}: {reason}")
+    def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
+        """Say at which level the job runs and why not higher; the sidecar plans for it."""
+        self._events.write("level", iteration, level=current.level.name, reason=reason)
+        self._say(f"level {current.level.name}: {reason}")
+        if self._sidecar is not None:
+            self._sidecar.describe(JobDescription(nominal=current.nominal, level=current.level))
 
     def warning(self, message: str) -> None:
         """Say that something went wrong and what happens now."""
@@ -86,7 +86,9 @@ class Reporter:
 
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that an offered plan is not taken."""
-        self.warning(f"An offered plan was not taken: {why} Training goes on under the current one.")
+        self.warning(
+            f"An offered plan was not taken: {why} Training goes on under the current one."
+        )
         if self._sidecar is not None and plan is not None:
             self._sidecar.reject(plan_id(plan), why)
 

@@ -17,7 +17,7 @@ def under_plan(job: "Job", schedule: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(schedule)
     def forward_backward(**kwargs: Any) -> Any:
-        if kwargs.get("forward_only"):
+        if kwargs.get("forward_only") or not job.moves_microbatches:
             # Evaluation reads its own loader, which deals equal counts.
             return schedule(**kwargs)
         nominal = kwargs["num_microbatches"]

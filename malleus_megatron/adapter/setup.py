@@ -23,8 +23,6 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
-from malleus_megatron.runtime.patching import Installed
-from malleus_megatron.runtime.waits import wait_rows
 from malleus_megatron.sidecar.client import start_sidecar
 
 
@@ -83,7 +81,7 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
     try:
         check_plans(setup.inputs, current, get_args())
         clock = _clock(setup, layers)
-        reporter = _reporter(setup, nominal) if setup.agreement.rank == 0 else None
+        reporter = _reporter(setup, current) if setup.agreement.rank == 0 else None
     except MalleusError as met:
         error = met
     setup.agreement.raise_together(error)
@@ -94,7 +92,6 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
         current=current,
         inputs=setup.inputs,
         clock=clock,
-        waits=Installed(wait_rows(clock)),
         reporter=reporter,
     )
 
@@ -138,12 +135,14 @@ def _on_gpu(layers: list[Any]) -> bool:
     return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
 
 
-def _reporter(setup: JobSetup, nominal: Plan) -> Reporter:
+def _reporter(setup: JobSetup, current: CurrentPlan) -> Reporter:
     """On rank 0. The sidecar is started in the background, so that nothing waits for it."""
-    config, decision = setup.config, setup.decision
-    client = start_sidecar(config.sidecar, JobDescription(nominal=nominal, level=decision.level))
+    config = setup.config
+    client = start_sidecar(
+        config.sidecar, JobDescription(nominal=current.nominal, level=current.level)
+    )
     reporter = Reporter(
         log_dir=config.log_dir, say=lambda line: print_rank_0(f"malleus: {line}"), sidecar=client
     )
-    reporter.level(decision.level, decision.reason, 0)
+    reporter.level(current, setup.decision.reason, 0)
     return reporter

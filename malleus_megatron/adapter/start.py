@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from malleus_megatron.config import MalleusConfig, add_flags, split_flags
+from malleus_megatron.adapter.wheel import allow_missing_makefile
+from malleus_megatron.config import MalleusConfig, own_flags, split_flags
 from malleus_megatron.errors import BadInputError, MalleusError
 
 
@@ -30,8 +31,9 @@ def one_message(*, every_rank: bool = False) -> Iterator[None]:
     try:
         yield
     except MalleusError as error:
-        if every_rank or _rank() == 0:
-            whose = f"rank {_rank()}: " if every_rank else ""
+        alone = every_rank and not error.on_all_ranks
+        if alone or _rank() == 0:
+            whose = f"rank {_rank()}: " if alone else ""
             sys.stderr.write(f"malleus: {whose}{error}\n")
             sys.stderr.flush()
         raise SystemExit(error.exit_code) from None
@@ -49,26 +51,25 @@ def prepare() -> Start:
     _quiet_other_ranks()
     config, rest = split_flags(sys.argv[1:])
     on_cpu = _choose_cpu(config.device)
-    ours = [word for word in sys.argv[1:] if word not in rest] if config.enabled else []
+    ours = own_flags(config) if config.enabled else []
     if on_cpu:
         from malleus_megatron.adapter import cpu_mode
 
-        rest = cpu_mode.enter(rest)
+        why = "no GPU found" if config.device == "auto" else "as asked"
+        rest = cpu_mode.enter(rest, why=why)
     sys.argv[1:] = [*rest, *ours]
+    allow_missing_makefile(os.environ)
     return Start(config=config, on_cpu=on_cpu)
 
 
 def install(start: Start) -> None:
     """Put in place what wraps Megatron: the plugin with `--malleus`, the recorder last."""
-    from malleus_megatron.runtime.patching import Installed, Replacement
+    from malleus_megatron.runtime.patching import Installed
 
-    if {"-h", "--help"} & set(sys.argv):
-        row = Replacement(
-            target="megatron.training.arguments.add_megatron_arguments",
-            make=lambda original: lambda parser: add_flags(original(parser)),
-            reason="--help lists our flags beside Megatron's",
-        )
-        Installed([row])
+    if asks_for_help():
+        from malleus_megatron.adapter.help_text import HELP_ROW
+
+        Installed([HELP_ROW])
         return
     if start.config.enabled:
         from malleus_megatron.adapter.install import install as install_plugin
@@ -78,6 +79,11 @@ def install(start: Start) -> None:
         from malleus_megatron.adapter.record import recorder_row
 
         Installed([recorder_row(start.config.record)])
+
+
+def asks_for_help() -> bool:
+    """True if the program is only to list its flags."""
+    return bool({"-h", "--help"} & set(sys.argv[1:]))
 
 
 def _choose_cpu(device: str) -> bool:

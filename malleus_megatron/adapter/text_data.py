@@ -237,8 +237,8 @@ def _read_text(path: Path) -> bytes:
 
 def _write(documents: Iterable[bytes], prefix: Path) -> list[int]:
     """Write the two files, and return each document's number of tokens."""
-    import torch  # noqa: PLC0415 - see the module's head
-    from megatron.core.datasets import indexed_dataset  # noqa: PLC0415
+    import torch
+    from megatron.core.datasets import indexed_dataset
 
     builder = indexed_dataset.IndexedDatasetBuilder(
         indexed_dataset.get_bin_path(str(prefix)), dtype=_TOKEN_DTYPE
@@ -286,7 +286,7 @@ def check_split(split: str) -> None:
 
 def _empty_parts(split: str, num_documents: int) -> list[str]:
     """Names of the parts that `split` wants and that get no document, by Megatron's rounding."""
-    from megatron.core.datasets.blended_megatron_dataset_config import (  # noqa: PLC0415
+    from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )

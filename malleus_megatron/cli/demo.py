@@ -5,12 +5,15 @@ job under `--malleus` in which one GPU turns three times slower part-way.
 """
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +27,8 @@ NUM_RANKS = 4
 INJECTED_GPU = 0
 INJECTED_RATE = 3.0
 INJECTED_FROM = 8
-LAYER_FORWARD_S = 0.010
-LAYER_BACKWARD_S = 0.020
+LAYER_FORWARD_S = 0.020
+LAYER_BACKWARD_S = 0.040
 JOB_TIME_LIMIT_S = 240
 SETTLING = 2
 """Iterations left out at the start of the job and after a change, while caches and windows fill."""
@@ -98,9 +101,7 @@ def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def summarise(
-    events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Draw the figures from what both jobs wrote.
 
     Raises:
@@ -138,7 +139,11 @@ def table(summary: dict[str, Any]) -> str:
     healthy = summary["healthy_step_time_s"]
     rows = [
         ("healthy", healthy, summary["micro_batches_before"]),
-        ("straggling, nominal plan", summary["straggling_step_time_s"], summary["micro_batches_before"]),
+        (
+            "straggling, nominal plan",
+            summary["straggling_step_time_s"],
+            summary["micro_batches_before"],
+        ),
         ("after the re-plan", summary["replanned_step_time_s"], summary["micro_batches_after"]),
     ]
     lines = [f"{'':26} {'step':>8} {'vs healthy':>11}  micro-batches"]
@@ -202,9 +207,7 @@ def _run_malleus(files: DemoFiles, recipe: Sequence[str], iterations: int) -> No
     )
 
 
-def _run_job(
-    flags: Sequence[str], *, log: Path, watch: Path, title: str, iterations: int
-) -> None:
+def _run_job(flags: Sequence[str], *, log: Path, watch: Path, title: str, iterations: int) -> None:
     """Train with torchrun, showing progress from the file that the job writes.
 
     Raises:
@@ -217,7 +220,7 @@ def _run_job(
     with (
         log.open("w", encoding="utf-8") as output,
         subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
-        tqdm(total=iterations, desc=title, unit="iteration", file=sys.stderr) as bar,
+        _progress(title, iterations) as bar,
     ):
         for event in _follow(watch, process, deadline):
             if event["event"] == "iteration":
@@ -232,7 +235,17 @@ def _run_job(
         raise MalleusError(f"The {title} ended with status {process.returncode}. {log}:\n{tail}")
 
 
-def _follow(path: Path, process: subprocess.Popen[Any], deadline: float) -> Iterator[dict[str, Any]]:
+def _progress(title: str, iterations: int) -> Any:
+    """A bar on a terminal; elsewhere a line now and then."""
+    seconds = 0.2 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=iterations, desc=title, unit="it", file=sys.stderr, mininterval=seconds, ncols=100
+    )
+
+
+def _follow(
+    path: Path, process: subprocess.Popen[Any], deadline: float
+) -> Iterator[dict[str, Any]]:
     """The lines of a growing file, until the process that writes it ends or the time is up."""
     told = 0
     while True:
@@ -267,25 +280,38 @@ def _data(files: DemoFiles) -> list[str]:
 
     from malleus_megatron.adapter.text_data import prepare_text_data
 
-    summary = prepare_text_data(
-        Path(sysconfig.get_paths()["stdlib"]),
-        files.data,
-        patterns=("*.py",),
-        limit_bytes=2_000_000,
-        progress=True,
-    )
+    with _without_import_warnings():
+        summary = prepare_text_data(
+            Path(sysconfig.get_paths()["stdlib"]),
+            files.data,
+            patterns=("*.py",),
+            limit_bytes=2_000_000,
+            overwrite=True,
+        )
     return list(summary.megatron_flags("100,0,0"))
+
+
+@contextlib.contextmanager
+def _without_import_warnings() -> Iterator[None]:
+    """Megatron warns of a dozen packages that it can do without."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _clear(files: DemoFiles) -> None:
     """Results of an earlier demo would be taken for this one's."""
     files.data.parent.mkdir(parents=True, exist_ok=True)
-    for path in [files.events, files.stock_losses, *files.data.parent.glob("text.*")]:
+    for path in [files.events, files.stock_losses]:
         path.unlink(missing_ok=True)
 
 
 def _median(steps: Sequence[dict[str, Any]]) -> float:
-    return statistics.median(step["step_time_s"] for step in steps)
+    return float(statistics.median(step["step_time_s"] for step in steps))
 
 
 def _teller(*, quiet: bool) -> Any:

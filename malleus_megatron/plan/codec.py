@@ -15,7 +15,14 @@ from malleus_megatron.plan.fields import (
     check_version,
     required,
 )
-from malleus_megatron.plan.plan import Pipeline, Plan, PlanningNote, Prediction, Stage
+from malleus_megatron.plan.plan import (
+    OBJECTIVES,
+    Pipeline,
+    Plan,
+    PlanningNote,
+    Prediction,
+    Stage,
+)
 from malleus_megatron.plan.rates import Rates, check_rate
 
 SCHEMA_VERSION = 1
@@ -31,7 +38,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BadInputError(f"{path}: {error.strerror or error}.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"{path} is not JSON: {error}.") from error
 
 
@@ -66,7 +73,7 @@ def assignment(plan: Plan) -> dict[str, Any]:
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """The plan as FORMATS' plan.json."""
+    """The plan as the document plan.json."""
     document = assignment(plan) | {"objective": plan.objective}
     if plan.predicted is not None:
         document["predicted"] = _prediction_to_json(plan.predicted)
@@ -90,7 +97,7 @@ def plan_from_json(document: Any, where: str = "plan") -> Plan:
             num_microbatches=as_int(
                 required(body, "num_microbatches", where), f"{where}.num_microbatches"
             ),
-            objective=str(body.get("objective", "step-time")),
+            objective=body.get("objective", OBJECTIVES[0]),
             pipelines=tuple(
                 _pipeline(pipeline, f"{where}.pipelines[{index}]")
                 for index, pipeline in enumerate(pipelines)
@@ -123,7 +130,7 @@ def rates_from_json(document: Any, where: str = "rates") -> Rates:
     """
     rates: dict[int, float] = {}
     for key, value in as_dict(document, where).items():
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= 9) or key != str(int(key)):
             raise BadInputError(f"{where}: {key!r} is not a GPU number.")
         failed = value is None or value == "inf"
         try:

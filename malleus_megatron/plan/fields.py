@@ -29,9 +29,20 @@ def as_int(value: Any, where: str) -> int:
 
 def as_float(value: Any, where: str) -> float:
     """The value, which must be a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    number = to_float(value)
+    if number is None or not math.isfinite(number):
         raise BadInputError(f"{where}: expected a finite number, got {_shown(value)}.")
-    return float(value)
+    return number
+
+
+def to_float(value: object) -> float | None:
+    """A JSON number as a float, infinite where it is too large for one; None: not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def required(body: dict[str, Any], name: str, where: str) -> Any:
@@ -46,7 +57,8 @@ def check_version(body: dict[str, Any], supported: int, where: str) -> None:
     version = required(body, "schema_version", where)
     if version != supported or isinstance(version, bool):
         raise BadInputError(
-            f"{where}: schema_version {_shown(version)} is not known; this version reads {supported}."
+            f"{where}: schema_version {_shown(version)} is not known; "
+            f"this version reads {supported}."
         )
 
 

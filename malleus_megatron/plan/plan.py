@@ -6,6 +6,9 @@ from itertools import chain
 
 from malleus_megatron.errors import BadInputError
 
+OBJECTIVES = ("step-time", "bottleneck")
+"""What a plan was made for; the first is the default."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -46,7 +49,8 @@ class Pipeline:
         for index, stage in enumerate(self.stages):
             if stage.layers[0] != expected:
                 raise BadInputError(
-                    f"Stage {index} starts at layer {stage.layers[0]}; the one before ends at {expected}."
+                    f"Stage {index} starts at layer {stage.layers[0]}; "
+                    f"the one before ends at {expected}."
                 )
             expected = stage.layers[1]
 
@@ -88,18 +92,23 @@ class Plan:
     num_microbatches: int
     pipelines: tuple[Pipeline, ...]
     standby: tuple[int, ...] = ()
-    objective: str = "step-time"
+    objective: str = OBJECTIVES[0]
     predicted: Prediction | None = field(default=None, compare=False)
     planning: PlanningNote | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         """Check every sum of the plan; the message names the numbers that do not fit."""
+        if self.objective not in OBJECTIVES:
+            raise BadInputError(
+                f"Objective {self.objective!r} is unknown; known: {', '.join(OBJECTIVES)}."
+            )
         if not self.pipelines:
             raise BadInputError("A plan has no pipeline.")
         for index, pipeline in enumerate(self.pipelines):
             if pipeline.num_layers != self.num_layers:
                 raise BadInputError(
-                    f"Pipeline {index} holds {pipeline.num_layers} layers; the model has {self.num_layers}."
+                    f"Pipeline {index} holds {pipeline.num_layers} layers; "
+                    f"the model has {self.num_layers}."
                 )
         total = sum(self.microbatch_counts)
         if total != self.num_microbatches:
@@ -166,8 +175,8 @@ def check_world(plan: Plan, world_size: int) -> None:
     if gpus != list(range(world_size)):
         raise BadInputError(
             f"The plan is for {len(gpus)} GPUs ({_span(gpus)}); the job has {world_size} "
-            f"({_span(list(range(world_size)))}). Make a plan for this job, or leave unused GPUs "
-            "in its `standby` list."
+            f"({_span(list(range(world_size)))}). Make a plan for this job; GPUs without "
+            "layers belong into its `standby` list."
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.fields import to_float
 
 HEALTHY = 1.0
 
@@ -44,8 +45,9 @@ def check_rate(gpu: int, rate: object) -> float:
     Raises:
         BadInputError: not a number, NaN, zero or negative; the message names GPU and value.
     """
-    if isinstance(rate, bool) or not isinstance(rate, int | float):
+    number = to_float(rate)
+    if number is None:
         raise BadInputError(f"GPU {gpu}: rate {rate!r} is not a number.")
-    if math.isnan(rate) or rate <= 0:
+    if math.isnan(number) or number <= 0:
         raise BadInputError(f"GPU {gpu}: rate {rate} must be above 0 (1 = healthy, inf = failed).")
-    return float(rate)
+    return number

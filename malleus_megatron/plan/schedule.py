@@ -21,7 +21,7 @@ class PlanSchedule:
         return dict(self.entries).get(iteration)
 
     def in_force(self, iteration: int) -> Plan | None:
-        """The last plan switched to at or before this iteration: what a resumed job starts under."""
+        """The last plan switched to at or before this iteration: a resumed job starts under it."""
         plans = [plan for start, plan in self.entries if start <= iteration]
         return plans[-1] if plans else None
 

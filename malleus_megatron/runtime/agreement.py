@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from malleus_megatron.errors import BadInputError, MalleusError
+from malleus_megatron.errors import MalleusError
 
 _MAX_TEXT_BYTES = 2048
 
@@ -26,7 +26,9 @@ class Agreement:
             timeout: How long a rank waits for the others in any one call.
         """
         self._timeout = timeout
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup), "the world holds every rank"
+        self._group = group
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -76,17 +78,16 @@ class Agreement:
         """Raise on every rank if any rank has an error, so that no rank waits for one that left.
 
         Raises:
-            MalleusError: the rank's own error, or another rank's message.
+            MalleusError: with the message and exit code of the lowest rank that has an error.
         """
-        text = None if error is None else f"{error.exit_code}|rank {self.rank}: {error}"
-        found = self.first_text(text)
-        if error is not None:
-            raise error
+        whose = "" if self.rank == 0 else f"rank {self.rank}: "
+        found = self.first_text(None if error is None else f"{error.exit_code}|{whose}{error}")
         if found is not None:
             code, message = found.split("|", 1)
-            raised = BadInputError(message)
+            raised = MalleusError(message)
             raised.exit_code = int(code)
-            raise raised
+            raised.on_all_ranks = True
+            raise raised from error
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:

@@ -30,7 +30,7 @@ FACTORIES = (
 
 
 def on_cpu(device: Any) -> Any:
-    """Any spelling of a CUDA device ("cuda:1", device("cuda"), 1) -> the CPU; the rest unchanged."""
+    """The CPU for any spelling of a CUDA device ("cuda:1", device("cuda"), 1); else unchanged."""
     if isinstance(device, torch.device):
         return CPU if device.type == "cuda" else device
     if isinstance(device, str):
@@ -83,11 +83,11 @@ class CpuEvent:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Take what `torch.cuda.Event` takes."""
-        self._at_s = 0.0
+        self.at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
         """Mark this moment."""
-        self._at_s = time.perf_counter()
+        self.at_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """Nothing is pending."""
@@ -101,7 +101,7 @@ class CpuEvent:
 
     def elapsed_time(self, end: "CpuEvent") -> float:
         """Milliseconds from this event to `end`, as torch's own."""
-        return 1e3 * (end._at_s - self._at_s)
+        return 1e3 * (end.at_s - self.at_s)
 
 
 class CpuProperties(NamedTuple):
@@ -167,11 +167,14 @@ def _tensor_to(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the type as on a GPU when only asked for it."""
+    """Name the type as on a GPU, and take such names."""
 
     @functools.wraps(original)
     def type_(tensor: Any, *arguments: Any, **options: Any) -> Any:
-        answer = original(tensor, *arguments, **options)
+        asked = (
+            word.replace(".cuda", "", 1) if isinstance(word, str) else word for word in arguments
+        )
+        answer = original(tensor, *asked, **options)
         if isinstance(answer, str) and not answer.startswith("torch.cuda."):
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
@@ -193,14 +196,17 @@ def _data_loader_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gloo_for_nccl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Groups on gloo whatever backend is asked for; a device to bind to is dropped."""
+    """Groups on gloo where NCCL is asked for; its options and the device to bind to are dropped."""
 
     @functools.wraps(original)
     def make(*arguments: Any, **options: Any) -> Any:
         if "nccl" in str(options.get("backend")):
-            options |= {"backend": "gloo", "pg_options": None}
-        if "device_id" in options:
-            options["device_id"] = None
+            options["backend"] = "gloo"
+        options = {
+            name: value
+            for name, value in options.items()
+            if name not in {"pg_options", "device_id"}
+        }
         if arguments and isinstance(arguments[0], str) and "nccl" in arguments[0]:
             arguments = ("gloo", *arguments[1:])
         return original(*arguments, **options)
@@ -272,20 +278,18 @@ _STREAMS = "work on a CPU is done when the call returns"
 ROWS: tuple[Replacement, ...] = (
     *_rows(_without_cuda, "a tensor on a CUDA device is made in RAM, unpinned", *FACTORIES),
     *_rows(_tensor_to, "a move to a CUDA device stays in RAM", "Tensor.to"),
-    *_rows(
-        _instead(lambda tensor, *_, **__: tensor), "already where it trains", "Tensor.cuda"
-    ),
+    *_rows(_instead(lambda tensor, *_, **__: tensor), "already where it trains", "Tensor.cuda"),
     *_rows(
         _instead(lambda tensor, *_, **__: tensor), "there is no memory to pin", "Tensor.pin_memory"
     ),
     *_rows(_instead(_nothing), "memory is freed in program order", "Tensor.record_stream"),
     *_rows(_tensor_type, "Megatron's optimizers compare the type with CUDA's names", "Tensor.type"),
     *_rows(_instead(local_rank), "one process stands for one GPU", "cuda.current_device"),
-    *_rows(
-        _instead(local_world_size), "one process stands for one GPU", "cuda.device_count"
-    ),
+    *_rows(_instead(local_world_size), "one process stands for one GPU", "cuda.device_count"),
     *_rows(_instead(_nothing), "there is one device", "cuda.set_device"),
-    *_rows(_instead(cpu_properties), "the machine described as a GPU", "cuda.get_device_properties"),
+    *_rows(
+        _instead(cpu_properties), "the machine described as a GPU", "cuda.get_device_properties"
+    ),
     *_rows(
         _instead(lambda device=None: (10, 0)),
         "the machine described as a GPU",
@@ -314,12 +318,8 @@ ROWS: tuple[Replacement, ...] = (
     ),
     *_rows(_instead(_nothing), "NVTX is a GPU profiler's", "cuda.nvtx.range_push"),
     *_rows(_instead(_nothing), "NVTX is a GPU profiler's", "cuda.nvtx.range_pop"),
-    *_rows(
-        _instead(_get_rng_state), _RANDOM, "cuda.get_rng_state", "cuda.random.get_rng_state"
-    ),
-    *_rows(
-        _instead(_set_rng_state), _RANDOM, "cuda.set_rng_state", "cuda.random.set_rng_state"
-    ),
+    *_rows(_instead(_get_rng_state), _RANDOM, "cuda.get_rng_state", "cuda.random.get_rng_state"),
+    *_rows(_instead(_set_rng_state), _RANDOM, "cuda.set_rng_state", "cuda.random.set_rng_state"),
     *_rows(_instead(_manual_seed), _RANDOM, "cuda.manual_seed", "cuda.manual_seed_all"),
     *_rows(
         _data_loader_init,

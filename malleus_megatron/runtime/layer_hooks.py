@@ -20,8 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from malleus_megatron.runtime.windows import LayerCall, Phase, Window, Windows
 
-_NO_GRAPH_TASK = -1
-
 
 class LayerHooks:
     """Turns the calls of the attached layers into windows and `LayerCall`s."""
@@ -66,17 +64,12 @@ class LayerHooks:
         """The gradient of a layer's output is complete.
 
         The next layer's input may be the same tensor, whose hooks run in the order in which they
-        were made, this one first: what is still open in this autograd run has ended too.
+        were made, this one first: a backward that is still open has ended too.
         """
-        graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
         previous = self._windows.innermost
-        if (
-            previous is not None
-            and previous.phase is Phase.backward
-            and previous.graph_task == graph_task
-        ):
+        if previous is not None and previous.phase is Phase.backward:
             self.backward_ends(previous)
-        return self._windows.open(layer, Phase.backward, graph_task)
+        return self._windows.open(layer, Phase.backward)
 
     def backward_ends(self, window: Window) -> None:
         """The gradient of the layer's input is complete, or the whole autograd run is."""
@@ -85,10 +78,9 @@ class LayerHooks:
             self._end_call(LayerCall(windows=(*recomputed, window), is_training=True))
 
     def _before_forward(self, layer: int, module: nn.Module, args: Any) -> None:  # noqa: ARG002
-        graph_task = torch._C._current_graph_task_id()  # noqa: SLF001
-        if graph_task == _NO_GRAPH_TASK:
+        if not _in_backward():
             self._windows.drop_layers()
-        self._windows.open(layer, Phase.forward, graph_task)
+        self._windows.open(layer, Phase.forward)
 
     def _after_forward(
         self, layer: int, module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -96,13 +88,12 @@ class LayerHooks:
         window = self._windows.innermost
         if window is None or window.layer != layer or window.phase is not Phase.forward:
             return
-        if window.graph_task == _NO_GRAPH_TASK:
-            self._end_call(LayerCall(windows=(window,), is_training=module.training))
-        else:
+        if _in_backward():
             self._windows.close(window)
             self._recomputed[layer].append(window)
-        if torch.is_grad_enabled():
-            self._watch_backward(layer, _input_of(args, kwargs), _first(output))
+        else:
+            self._end_call(LayerCall(windows=(window,), is_training=module.training))
+        self._watch_backward(layer, _input_of(args, kwargs), _first(output))
 
     def _watch_backward(self, layer: int, hidden_states: Any, output: Any) -> None:
         if not _has_grad(output):
@@ -140,6 +131,10 @@ class _BackwardWatch:
     def end(self, gradient: Tensor | None = None) -> None:  # noqa: ARG002
         if self._window is not None:
             self._hooks.backward_ends(self._window)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def _input_of(args: Any, kwargs: Any) -> Any:

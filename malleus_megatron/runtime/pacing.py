@@ -1,4 +1,4 @@
-"""CPU mode: layers are held to nominal times by sleeping, so that processes overlap as GPUs would."""
+"""CPU mode: layers are held to nominal times by sleeping, so that processes overlap as GPUs do."""
 
 import time
 from dataclasses import dataclass, replace
@@ -87,7 +87,7 @@ class Sleeper:
     """Sleeps that are right on average.
 
     `time.sleep` returns about 0.1 ms late, and later on a busy machine. A sleep's lateness is taken
-    off the next ones, at most a twentieth of each, so that one late call does not make others absurd.
+    off the next ones, at most a twentieth of each: one late call leaves the median as it is.
     """
 
     def __init__(self) -> None:

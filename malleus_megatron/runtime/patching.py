@@ -82,7 +82,7 @@ def mismatch(row: Replacement) -> str | None:
         owner, name = resolve(row.target)
     except UnsupportedMegatronError as error:
         return None if row.optional else str(error)
-    original = getattr(owner, name, _MISSING)
+    original: Any = getattr(owner, name, _MISSING)
     if original is _MISSING:
         return None if row.optional else f"{row.target}: does not exist."
     if row.signature is None:

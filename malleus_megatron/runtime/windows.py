@@ -3,11 +3,10 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from malleus_megatron.runtime.stopwatch import Mark, Stopwatch
-
 
 STAGE = -1
 """In place of a layer's index: the whole stage."""
@@ -27,14 +26,12 @@ class Window:
     phase: Phase
     start: Mark
     thread: int
-    layer: int = STAGE
+    layer: int
     """Index among the attached layers, or STAGE."""
-    graph_task: int = -1
-    """The autograd run that it was opened in; -1: none."""
     worked: Mark = None
     """When its own work was done, before anything was added on purpose."""
     end: Mark = None
-    excluded: list[tuple[Mark, Mark]] = field(default_factory=list)
+    excluded: tuple[tuple[Mark, Mark], ...] = ()
 
     def own_s(self, stopwatch: Stopwatch) -> float:
         """Seconds of its own work."""
@@ -102,15 +99,9 @@ class Windows:
         """Forget open layer windows: what they belonged to has ended without closing them."""
         self._layers.clear()
 
-    def open(self, layer: int, phase: Phase, graph_task: int) -> Window:
+    def open(self, layer: int, phase: Phase) -> Window:
         """Start measuring a layer."""
-        window = Window(
-            phase=phase,
-            start=self._stopwatch.mark(),
-            thread=threading.get_ident(),
-            layer=layer,
-            graph_task=graph_task,
-        )
+        window = self._new(phase, layer)
         self._layers.append(window)
         return window
 
@@ -130,13 +121,12 @@ class Windows:
         if window.worked is None:
             window.worked = window.end
         if self._layers:
-            self._layers[-1].excluded.append((window.start, window.end))
+            self._layers[-1].excluded += ((window.start, window.end),)
 
     @contextmanager
     def stage(self, phase: Phase) -> Iterator[Window]:
         """Measure the whole stage's part of one micro-batch."""
-        window = Window(phase=phase, start=self._stopwatch.mark(), thread=threading.get_ident())
-        self._stage = window
+        window = self._stage = self._new(phase, STAGE)
         try:
             yield window
         finally:
@@ -157,6 +147,11 @@ class Windows:
         finally:
             self._paused = False
             pair = (start, self._stopwatch.mark())
-            inner.excluded.append(pair)
+            inner.excluded += (pair,)
             if self._stage is not None and self._stage is not inner:
-                self._stage.excluded.append(pair)
+                self._stage.excluded += (pair,)
+
+    def _new(self, phase: Phase, layer: int) -> Window:
+        return Window(
+            phase=phase, layer=layer, start=self._stopwatch.mark(), thread=threading.get_ident()
+        )

@@ -24,7 +24,8 @@ TWO_TP = Grid(pipelines=2, tp=2)
 GROWING = Grid(pipelines=2, growth="0:8 512:16")
 BF16_FLAGS = ("--bf16", "--use-distributed-optimizer")
 
-CASES = {
+Case = tuple[Grid, dict[int, tuple[int, ...]], tuple[str, ...], float]
+CASES: dict[str, Case] = {
     "dp2": (TWO, {2: (5, 3)}, (), FP32),
     "dp4": (FOUR, {2: (7, 1, 5, 3)}, (), FP32),
     "dp2 pp2, there and back": (TWO_BY_TWO, {2: (5, 3), 3: (1, 7), 4: (4, 4)}, (), FP32),

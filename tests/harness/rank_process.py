@@ -80,9 +80,9 @@ def _settle(task: RankTask) -> None:
     _redirect(os.open(os.devnull, os.O_RDONLY), 0)
     for standard in (1, 2):
         _redirect(os.open(task.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), standard)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: PTH123, SIM115 a descriptor
-    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 a descriptor
+    sys.stdout = open(1, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     faulthandler.register(STACK_SIGNAL, sys.stderr)
 
@@ -94,7 +94,7 @@ def _redirect(descriptor: int, standard: int) -> None:
 
 @contextlib.contextmanager
 def _process_group(task: RankTask, store: Path) -> Iterator[None]:
-    import torch.distributed as dist  # noqa: PLC0415 preloaded by the server
+    import torch.distributed as dist  # the server has it
 
     dist.init_process_group(
         "gloo",

@@ -1,7 +1,7 @@
 """Small Megatron jobs on CPU: the recipe, how to run it, and what it recorded."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def write_json(path: Path, document: object) -> Path:
     return path
 
 
-def write_schedule(folder: Path, grid: Grid, counts_at: dict[int, Sequence[int]]) -> Path:
+def write_schedule(folder: Path, grid: Grid, counts_at: Mapping[int, Sequence[int]]) -> Path:
     """schedule.json, and its plans beside it."""
     entries = []
     for iteration, counts in counts_at.items():

@@ -31,14 +31,16 @@ def changes(counts: tuple[int, ...], current: tuple[int, ...]) -> int:
     return sum(abs(new - old) for new, old in zip(counts, current, strict=True))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(stages=pipelines, extra=st.integers(0, 8), data=st.data())
 def test_no_split_is_faster_and_none_as_fast_changes_less(
     stages: list[list[float]], extra: int, data: st.DataObject
 ) -> None:
     total = len(stages) + extra
     best_s = min(step_time_s(stages, split) for split in all_splits(len(stages), total))
-    current = tuple(data.draw(st.lists(st.integers(1, 9), min_size=len(stages), max_size=len(stages))))
+    current = tuple(
+        data.draw(st.lists(st.integers(1, 9), min_size=len(stages), max_size=len(stages)))
+    )
 
     for known in (None, current):
         found = balance_microbatches(stages, total, known)
@@ -55,15 +57,13 @@ def test_no_split_is_faster_and_none_as_fast_changes_less(
     assert changes(balance_microbatches(stages, total, current).counts, current) == fewest
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(stages=pipelines, extra=st.integers(0, 8), data=st.data())
 def test_no_fractional_split_is_below_the_bound(
     stages: list[list[float]], extra: int, data: st.DataObject
 ) -> None:
     total = len(stages) + extra
-    weights = data.draw(
-        st.lists(st.floats(0.01, 1.0), min_size=len(stages), max_size=len(stages))
-    )
+    weights = data.draw(st.lists(st.floats(0.01, 1.0), min_size=len(stages), max_size=len(stages)))
     counts = [1 + extra * weight / sum(weights) for weight in weights]
     fractional_s = max(
         sum(times) + (count - 1) * max(times) for times, count in zip(stages, counts, strict=True)
@@ -107,7 +107,7 @@ def test_a_thousand_pipelines_and_a_hundred_thousand_microbatches_take_under_a_s
 
 
 def test_a_failed_gpu_cannot_be_left_out_by_counts() -> None:
-    with pytest.raises(InfeasiblePlanError, match="Pipeline 1, stage 0 has failed.*at least 1"):
+    with pytest.raises(InfeasiblePlanError, match=r"Pipeline 1, stage 0 has failed.*at least 1"):
         balance_microbatches([[0.1, 0.1], [math.inf, 0.1]], 8)
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ class SimulatedJob:
     decisions: list[Decision] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        job = JobDescription(plan=self.plan, level=self.level)
+        job = JobDescription(nominal=self.plan, level=self.level)
         self.controller = Controller(job, self.policy, clock=lambda: 0.0)
 
     @property
@@ -68,7 +69,8 @@ class SimulatedJob:
         return Observation(
             iteration=self.iteration + 1,
             plan_id=plan_id(self.plan),
-            counts=self.plan.microbatch_counts,
+            generation=len(self.offers),
+            microbatch_counts=self.plan.microbatch_counts,
             samples=tuple(
                 self.sample(gpu, rates.get(gpu, 1.0)) for gpu in sorted(self.plan.all_gpus())
             ),
@@ -274,14 +276,14 @@ def test_same_observations_same_decisions() -> None:
 def test_observations_of_another_layout_are_refused() -> None:
     job = SimulatedJob(grid())
     seen = job.observation({})
-    with pytest.raises(BadInputError, match="counts of 3 pipelines; the job's layout has 2"):
-        job.controller.observe(replace(seen, counts=(5, 5, 6)))
+    with pytest.raises(BadInputError, match="micro-batches of 3 pipelines; the job's layout has 2"):
+        job.controller.observe(replace(seen, microbatch_counts=(5, 5, 6)))
     with pytest.raises(BadInputError, match=r"samples of GPUs \[9\].*has 4 GPUs"):
         job.controller.observe(replace(seen, samples=(job.sample(9, 1.0),)))
     with pytest.raises(BadInputError, match=r"several samples of GPUs \[0\]"):
         replace(seen, samples=(*seen.samples, seen.samples[0]))
     with pytest.raises(BadInputError, match=r"micro-batches \[16, 0\]"):
-        replace(seen, counts=(16, 0))
+        replace(seen, microbatch_counts=(16, 0))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +298,6 @@ def test_observations_of_another_layout_are_refused() -> None:
         ({"offer_timeout_iterations": 0}, "offer_timeout_iterations 0"),
     ],
 )
-def test_settings_without_sense_are_refused(change: dict[str, float], message: str) -> None:
+def test_settings_without_sense_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInputError, match=message):
         replace(Policy(), **change)

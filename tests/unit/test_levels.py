@@ -46,9 +46,7 @@ def test_a_dense_recipe_with_data_parallelism_is_rebalanced() -> None:
         ({"skip_train": True}, "--skip-train"),
     ],
 )
-def test_each_obstacle_lowers_the_level_and_is_named(
-    change: dict[str, object], word: str
-) -> None:
+def test_each_obstacle_lowers_the_level_and_is_named(change: dict[str, object], word: str) -> None:
     decision = decide_level(arguments(**change))
     assert decision.level is Level.observe
     assert word in decision.reason

@@ -1,0 +1,118 @@
+"""A job with wrong input says one sentence with the numbers and ends with status 2, untrained."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from malleus_megatron.errors import EXIT_BAD_INPUT
+from tests.harness.ranks import run_script
+from tests.harness.training import TINY_GPT, Grid, train, write_json
+
+pytestmark = pytest.mark.e2e
+
+TWO = Grid(pipelines=2)
+
+
+def plan_file(folder: Path, document: dict[str, Any]) -> list[str]:
+    return ["--malleus-plan", str(write_json(folder / "plan.json", document))]
+
+
+def unknown_version(folder: Path) -> list[str]:
+    return plan_file(folder, TWO.plan((5, 3)) | {"schema_version": 7})
+
+
+def another_world(folder: Path) -> list[str]:
+    return plan_file(folder, Grid(pipelines=4).plan((3, 1, 2, 2)))
+
+
+def moved_layers(folder: Path) -> list[str]:
+    return plan_file(folder, Grid(pipelines=1, stages=2).plan((8,)))
+
+
+def other_batch(folder: Path) -> list[str]:
+    return plan_file(folder, Grid(pipelines=2, num_microbatches=10).plan((7, 3)))
+
+
+def missing_gpu(folder: Path) -> list[str]:
+    plan = TWO.plan((5, 3))
+    plan["pipelines"][1]["stages"][0]["gpus"] = [5]
+    write_json(folder / "plan.json", plan)
+    schedule = write_json(folder / "schedule.json", [{"iteration": 3, "plan": "plan.json"}])
+    return ["--malleus-plan-schedule", str(schedule)]
+
+
+def negative_rate(folder: Path) -> list[str]:
+    entry = {"gpu": 1, "rate": -2.5, "from_iteration": 1, "to_iteration": None}
+    return ["--malleus-inject", str(write_json(folder / "injection.json", [entry]))]
+
+
+def rate_that_is_no_number(folder: Path) -> list[str]:
+    entry = {"gpu": 1, "rate": float("nan"), "from_iteration": 1, "to_iteration": None}
+    return ["--malleus-inject", str(write_json(folder / "injection.json", [entry]))]
+
+
+def pace_without_the_degree(folder: Path) -> list[str]:
+    pace = {"layer_forward_s": {"4": 0.01}, "layer_backward_s": {"4": 0.02}}
+    return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
+
+
+def level_out_of_reach(folder: Path) -> list[str]:
+    return ["--malleus-require", "reshape"]
+
+
+def odd_sidecar(folder: Path) -> list[str]:
+    return ["--malleus-sidecar", "ftp://there"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (unknown_version, "schema_version 7"),
+        (another_world, "4 GPUs (0..3); the job has 2 (0..1)"),
+        (moved_layers, "level reshape"),
+        (other_batch, "10 micro-batches a step; the job has 8"),
+        (missing_gpu, "(0, 5)"),
+        (negative_rate, "-2.5"),
+        (rate_that_is_no_number, "nan"),
+        (pace_without_the_degree, "TP degree 1"),
+        (level_out_of_reach, "this job reaches rebalance"),
+        (odd_sidecar, "ftp://there"),
+    ],
+)
+def test_one_message_and_status_2(flags: Any, message: str, tmp_path: Path) -> None:
+    record = tmp_path / "losses.jsonl"
+    ranks = train(TWO, record, "--malleus", *flags(tmp_path), expect_exit=EXIT_BAD_INPUT)
+    lines = [line for rank in ranks for line in rank.output.splitlines() if "malleus: " in line]
+    errors = [line for line in lines if message in line]
+    assert len(errors) == 1, lines
+    assert not any("Traceback" in rank.output for rank in ranks)
+    assert not record.exists()
+
+
+def test_a_file_that_only_one_rank_lacks_stops_all_ranks(tmp_path: Path) -> None:
+    """Rank 1 runs in a folder of its own; no rank may wait for one that has left."""
+    good = write_json(tmp_path / "plan-0.json", TWO.plan((5, 3)))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        f"mine = {str(good)!r}.replace('-0', '-' + os.environ['RANK'])\n"
+        "sys.argv[sys.argv.index('PLAN')] = mine\n"
+        "runpy.run_module('malleus_megatron.pretrain_gpt', run_name='__main__', alter_sys=True)\n"
+    )
+    ranks = run_script(
+        2,
+        [
+            script,
+            *TINY_GPT,
+            *TWO.flags,
+            "--train-iters",
+            "2",
+            "--malleus",
+            "--malleus-plan",
+            "PLAN",
+        ],
+        expect_exit=EXIT_BAD_INPUT,
+    )
+    assert "plan-1.json" in ranks[0].output
+    assert "rank 1" in ranks[0].output

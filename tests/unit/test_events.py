@@ -1,0 +1,90 @@
+"""events.jsonl: every line is JSON, whole, and there at once."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from malleus_megatron.events import EventLog
+
+numbers = st.floats() | st.integers() | st.booleans() | st.none() | st.text()
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    text = (folder / "events.jsonl").read_text(encoding="utf-8")
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=_refuse) for line in text.splitlines()]
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is not JSON")
+
+
+def test_events_stand_in_their_order_and_are_there_at_once(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    log = EventLog(folder)
+    log.write("iteration", 7, step_time_s=0.91, loss=5.177557, generation=2, plan="sha256:ab")
+    assert lines(folder) == [
+        {
+            "event": "iteration",
+            "iteration": 7,
+            "step_time_s": 0.91,
+            "loss": 5.177557,
+            "generation": 2,
+            "plan": "sha256:ab",
+        }
+    ]
+    log.write("rates", 8, rates={3: 2.57, 4: math.inf})
+    assert lines(folder)[1] == {"event": "rates", "iteration": 8, "rates": {"3": 2.57, "4": "inf"}}
+    log.close()
+
+
+def test_loss_and_norm_keep_their_full_precision(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.write("iteration", 1, loss=5.17755698421, grad_norm=0.1 + 0.2)
+    (line,) = lines(tmp_path)
+    assert (line["loss"], line["grad_norm"]) == (5.17755698421, 0.1 + 0.2)
+
+
+@given(values=st.dictionaries(st.integers(0, 9), numbers), bare=st.floats())
+def test_whatever_is_measured_every_line_is_json(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[int, Any], bare: float
+) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    log = EventLog(folder)
+    log.write("rates", 1, rates=values, inner=[(bare,)], loss=bare)
+    log.close()
+    (line,) = lines(folder)
+    shown = bare if math.isfinite(bare) else str(bare)
+    assert line["loss"] == shown
+    assert line["inner"] == [[shown]]
+    assert line["rates"].keys() == {str(gpu) for gpu in values}
+
+
+def test_a_restarted_job_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    for iteration in (1, 2):
+        log = EventLog(tmp_path)
+        log.write("iteration", iteration)
+        log.close()
+    assert [line["iteration"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_a_value_that_is_no_json_leaves_no_half_line(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    with pytest.raises(TypeError):
+        log.write("warning", 1, first=1.0, message=object())
+    log.write("iteration", 2)
+    assert [line["iteration"] for line in lines(tmp_path)] == [2]
+
+
+def test_without_a_folder_and_after_closing_nothing_is_written(tmp_path: Path) -> None:
+    EventLog(None).write("iteration", 1)
+    log = EventLog(tmp_path)
+    log.close()
+    log.close()
+    log.write("iteration", 1)
+    assert lines(tmp_path) == []

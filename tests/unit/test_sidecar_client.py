@@ -1,0 +1,377 @@
+"""The training process's end with a sidecar in the same process: no socket, no waiting."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from malleus_megatron.config import Level
+from malleus_megatron.control.policy import Policy
+from malleus_megatron.control.values import Decision
+from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.plan.codec import plan_id
+from malleus_megatron.plan.nominal import nominal_plan
+from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.client import SidecarClient, start_sidecar
+from malleus_megatron.sidecar.conversation import Conversation
+from malleus_megatron.sidecar.service import Service
+from malleus_megatron.sidecar.transport import HttpTransport, Transport
+from tests.unit.sidecar_cases import JOB, SLOW, observation, wait_for
+
+type Answer = Callable[[str, bytes], bytes]
+
+
+@dataclass
+class FakeSidecar:
+    """A real service behind a fake transport; `answer` may be replaced by something worse."""
+
+    service: Service = field(default_factory=Service)
+    answer: Answer | None = None
+    ended: str | None = None
+    paths: list[str] = field(default_factory=list)
+    stops: int = 0
+
+    def launch(self) -> None:
+        pass
+
+    def connect(self) -> Transport:
+        return self.post
+
+    def end(self) -> str | None:
+        return self.ended
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def post(self, path: str, body: bytes) -> bytes:
+        self.paths.append(path)
+        return (self.answer or self.serve)(path, body)
+
+    def serve(self, path: str, body: bytes) -> bytes:
+        document = protocol.decode(body, "request")
+        return protocol.encode(getattr(self.service, path.removeprefix("/v1/"))(document))
+
+
+def talk(sidecar: FakeSidecar) -> Conversation:
+    return Conversation(sidecar, JOB, Policy())
+
+
+@pytest.fixture
+def sidecar() -> FakeSidecar:
+    return FakeSidecar()
+
+
+@pytest.fixture
+def client(sidecar: FakeSidecar) -> Iterator[SidecarClient]:
+    made = SidecarClient(sidecar)
+    yield made
+    made.close()
+
+
+def test_the_job_is_described_once_and_then_the_samples_go_over(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    conversation.exchange()
+    for k in range(1, 5):
+        decision = conversation.exchange(observation(k, SLOW)).decision
+    assert sidecar.paths == ["/v1/job"] + ["/v1/samples"] * 4
+    assert decision is not None
+    assert decision.offer is not None
+    assert decision.offer.microbatch_counts == (12, 4)
+
+
+def test_a_refusal_is_passed_on(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    for k in range(1, 5):
+        turn = conversation.exchange(observation(k, SLOW))
+    assert turn.decision is not None
+    assert turn.decision.offer is not None
+    conversation.exchange(rejected=[(plan_id(turn.decision.offer), "another world")])
+    assert "refused: another world" in str(sidecar.service.status()["last_offer"])
+
+
+def failing(path: str, body: bytes) -> bytes:
+    raise SidecarError("It did not answer within 2 s.")
+
+
+def test_failures_are_said_once_and_waited_out_and_end_after_five(sidecar: FakeSidecar) -> None:
+    sidecar.answer = failing
+    conversation = talk(sidecar)
+    pauses: list[float] = []
+    warnings: list[str] = []
+    while not conversation.over:
+        warnings += conversation.exchange(observation(len(pauses) + 1)).warnings
+        pauses.append(conversation.pause_s)
+    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert warnings == [
+        "The sidecar failed: It did not answer within 2 s. "
+        "Training goes on under the current plan; it is asked again.",
+        "The sidecar failed 5 times in a row; at last: It did not answer within 2 s. "
+        "Training goes on under the current plan; it is not asked again.",
+    ]
+
+
+def test_after_a_failure_the_job_is_described_again(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1))
+    sidecar.answer = failing
+    conversation.exchange(observation(2))
+    sidecar.answer, sidecar.service = None, Service()
+    assert conversation.exchange(observation(3)).decision == Decision(iteration=3)
+    assert conversation.pause_s == 0
+    assert sidecar.paths[-2:] == ["/v1/job", "/v1/samples"]
+
+
+def test_the_same_description_again_forgets_nothing(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    for k in (1, 2):
+        conversation.exchange(observation(k, SLOW))
+    sidecar.answer = failing
+    conversation.exchange(observation(3, SLOW))
+    sidecar.answer = None
+    turn = conversation.exchange(observation(4, SLOW))
+    assert turn.decision is not None
+    assert turn.decision.stragglers == tuple(SLOW)
+
+
+def test_a_process_that_ended_is_not_asked_again(sidecar: FakeSidecar) -> None:
+    sidecar.answer, sidecar.ended = failing, "SIGKILL"
+    conversation = talk(sidecar)
+    assert conversation.exchange().warnings == (
+        "The sidecar has ended (SIGKILL). Training goes on under the current plan; "
+        "there are no more re-plans.",
+    )
+    assert conversation.over
+
+
+OTHER_WORLD = nominal_plan(
+    num_layers=8,
+    num_microbatches=16,
+    tensor_parallel_size=2,
+    pipeline_parallel_size=2,
+    data_parallel_size=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "message"),
+    [
+        (b"<html>busy</html>", "is not JSON"),
+        (b'{"schema_version": 1}', "'iteration' is missing"),
+        (b'{"schema_version": 9}', "schema_version 9 is not known"),
+        (
+            protocol.encode(protocol.decision_to_json(Decision(iteration=1, offer=OTHER_WORLD))),
+            "The plan is for 8 GPUs",
+        ),
+    ],
+)
+def test_nonsense_is_a_warning(sidecar: FakeSidecar, nonsense: bytes, message: str) -> None:
+    sidecar.answer = lambda path, body: b'{"schema_version": 1}' if path == "/v1/job" else nonsense
+    turn = talk(sidecar).exchange(observation(1))
+    assert turn.decision is None
+    (warning,) = turn.warnings
+    assert message in warning
+    assert "Training goes on under the current plan" in warning
+
+
+def test_an_endless_variety_of_nonsense_is_cut_short(sidecar: FakeSidecar) -> None:
+    """Between two failures it answers, so it is never given up."""
+
+    def differing(path: str, body: bytes) -> bytes:
+        raise SidecarError(f"Nonsense number {len(sidecar.paths)}.")
+
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for k in range(1, 101):
+        sidecar.answer = differing if k % 2 else None
+        warnings += conversation.exchange(observation(k)).warnings
+    assert not conversation.over
+    assert len(warnings) == 20
+
+
+def test_gpus_without_timings_are_named_once(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for k in range(1, 8):
+        warnings += conversation.exchange(observation(k, {2: float("nan")})).warnings
+    assert warnings == ["No usable layer timing from GPU 2; earlier ones count, if there are any."]
+
+
+def test_an_offer_reaches_the_training_loop(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    client.start(JOB)
+    for k in range(1, 5):
+        client.post(observation(k, SLOW))
+        decision = wait_for(client.take_reply)
+    assert decision is not None
+    assert decision.offer is not None
+    assert decision.offer.microbatch_counts == (12, 4)
+    assert client.take_reply() is None
+    assert client.take_warnings() == ()
+
+
+def test_an_offer_stays_until_it_is_taken(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    def all_were_sent() -> bool:
+        return sidecar.paths.count("/v1/samples") == iteration
+
+    client.start(JOB)
+    for iteration in range(1, 8):
+        client.post(observation(iteration, SLOW))
+        assert wait_for(all_were_sent)
+    client.close()
+    decision = client.take_reply()
+    assert decision is not None
+    assert decision.offer is not None
+
+
+def test_post_never_waits_and_the_newest_wins(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    gate, seen = threading.Event(), []
+
+    def slow(path: str, body: bytes) -> bytes:
+        if path == "/v1/samples":
+            seen.append(protocol.decode(body, "request")["iteration"])
+            gate.wait(5)
+        return sidecar.serve(path, body)
+
+    sidecar.answer = slow
+    client.start(JOB)
+    client.post(observation(1))
+    assert wait_for(lambda: seen)
+    start = time.perf_counter()
+    for k in range(2, 52):
+        client.post(observation(k))
+    assert time.perf_counter() - start < 0.5
+    gate.set()
+    assert wait_for(lambda: len(seen) == 2)
+    assert seen == [1, 51]
+
+
+def test_a_job_that_is_described_anew_is_another_one(
+    client: SidecarClient, sidecar: FakeSidecar
+) -> None:
+    client.start(JOB)
+    for k in range(1, 4):
+        client.post(observation(k, SLOW))
+        assert wait_for(client.take_reply)
+    client.post(observation(4, SLOW))
+    assert wait_for(lambda: sidecar.service.status().get("pending_offer"))
+    client.describe(replace(JOB, level=Level.observe))
+    assert wait_for(lambda: sidecar.paths.count("/v1/job") == 2)
+    assert client.take_reply() is None
+    for k in range(5, 12):
+        client.post(observation(k, SLOW))
+        decision = wait_for(client.take_reply)
+    assert decision is not None
+    assert decision.stragglers == tuple(SLOW)
+    assert decision.offer is None
+
+
+def test_refusals_are_kept_within_bounds(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    for k in range(100):
+        client.reject(f"sha256:{k}", "no")
+    client.start(JOB)
+    assert wait_for(lambda: sidecar.paths.count("/v1/rejected") == 16)
+
+
+def test_a_fault_of_our_own_is_a_warning(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    def broken(path: str, body: bytes) -> bytes:
+        raise ZeroDivisionError
+
+    sidecar.answer = broken
+    client.start(JOB)
+    (warning,) = wait_for(client.take_warnings)
+    assert "No more re-plans: ZeroDivisionError()" in warning
+    client.post(observation(1))
+    assert client.take_reply() is None
+    assert wait_for(lambda: sidecar.stops) == 1
+
+
+def test_what_fails_because_we_close_is_no_warning(
+    client: SidecarClient, sidecar: FakeSidecar
+) -> None:
+    reached, gate = threading.Event(), threading.Event()
+
+    def ended_under_us(path: str, body: bytes) -> bytes:
+        reached.set()
+        gate.wait(5)
+        raise SidecarError("Connection reset by peer.")
+
+    sidecar.answer = ended_under_us
+    client.start(JOB)
+    assert reached.wait(5)
+    threading.Timer(0.1, gate.set).start()
+    client.close()
+    assert client.take_warnings() == ()
+
+
+def test_close_is_bounded_and_harmless_twice(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    gate = threading.Event()
+    sidecar.answer = lambda path, body: bytes(gate.wait(5))
+    client.start(JOB)
+    start = time.perf_counter()
+    client.close(timeout_s=0.1)
+    client.close(timeout_s=0.1)
+    assert time.perf_counter() - start < 2
+    gate.set()
+
+
+def test_a_client_that_never_started_is_harmless(client: SidecarClient) -> None:
+    client.post(observation(1))
+    client.reject("sha256:0", "no")
+    assert client.take_reply() is None
+    assert client.take_warnings() == ()
+
+
+def test_a_sidecar_that_cannot_be_launched_is_a_warning(
+    client: SidecarClient, sidecar: FakeSidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch() -> None:
+        raise SidecarError("No such file.")
+
+    monkeypatch.setattr(sidecar, "launch", launch)
+    client.start(JOB)
+    client.post(observation(1))
+    assert client.take_warnings() == ("No such file. Training goes on without re-plans.",)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_leaves_the_client_alone(
+    client: SidecarClient, sidecar: FakeSidecar
+) -> None:
+    """Forked while the lock is held, as can happen to a data-loader worker."""
+    client.start(JOB)
+    with client._changed:
+        child = os.fork()
+        if child == 0:
+            silent = False
+            try:
+                client.post(observation(1))
+                client.reject("sha256:0", "no")
+                client.close()
+                silent = client.take_reply() is None and client.take_warnings() == ()
+            finally:
+                os._exit(0 if silent else 1)
+    assert wait_for(lambda: [end for end in [os.waitpid(child, os.WNOHANG)] if end[0]]) == [
+        (child, 0)
+    ]
+    assert sidecar.stops == 0
+
+
+def test_no_sidecar_is_wanted() -> None:
+    assert start_sidecar("none", JOB) is None
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["", "yes", "https://127.0.0.1:80", "http://127.0.0.1", "http://:80", "http://h:port", "h:80",
+     "http://h:80/path", "http://[::1"],
+)  # fmt: skip
+def test_a_setting_that_is_no_sidecar_is_refused(setting: str) -> None:
+    with pytest.raises(BadInputError, match="Sidecar"):
+        start_sidecar(setting, JOB)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80", "http://head-node:8123/", "http://[::1]:9"])
+def test_a_url_is_taken_as_it_is(url: str) -> None:
+    assert HttpTransport(url).url == url.rstrip("/")
