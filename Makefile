@@ -34,7 +34,9 @@ demo: $(READY) ## train a small GPT on CPU, slow one rank, watch the job re-plan
 test: $(READY) ## all tests that need no GPU
 	@$(PYTEST) tests -m 'not gpu and not bench' --session-timeout=$(TEST_TIME_S)
 
-check: $(READY) fmt-check lint types unit arch ## before every commit; under a minute
+check: $(READY) ## before every commit; under a minute
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target \
+		types fmt-check lint unit arch
 
 fmt: $(READY) ## format, and fix what a tool can fix
 	@$(PY) -m ruff format .

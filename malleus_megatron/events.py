@@ -1,21 +1,37 @@
 """events.jsonl: one JSON object a line, in the order in which things happened."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from malleus_megatron.errors import BadInputError
+
 
 class EventLog:
-    """Appends events to a file; without a folder it keeps nothing. Each line is flushed."""
+    """Appends events to a file; without a folder it keeps nothing. Each line is flushed.
+
+    A disk that fills up must not end a training job: after the first failed write nothing more is
+    written, and `failure` says why.
+    """
 
     def __init__(self, folder: Path | None) -> None:
-        """Open `folder`/events.jsonl for appending, making the folder."""
+        """Open `folder`/events.jsonl for appending, making the folder.
+
+        Raises:
+            BadInputError: the folder cannot be made or written to.
+        """
+        self.failure: str | None = None
+        self._folder = folder
         self._file: TextIO | None = None
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / "events.jsonl").open("a", encoding="utf-8")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = (folder / "events.jsonl").open("a", encoding="utf-8")
+            except OSError as error:
+                raise BadInputError(f"Cannot write events to {folder}: {error}.") from error
 
     def write(self, event: str, iteration: int, **values: Any) -> None:
         """Write one event. Numbers that JSON has no word for (NaN, inf) become text."""
@@ -23,13 +39,32 @@ class EventLog:
             return
         line = {"event": event, "iteration": iteration} | values
         text = json.dumps(_plain(line), sort_keys=True, allow_nan=False)
-        self._file.write(text + "\n")
-        self._file.flush()
+        with self._until_it_fails():
+            self._file.write(text + "\n")
+            self._file.flush()
+
+    def keep(self, name: str, text: str) -> None:
+        """Write a file of its own beside the events; `name` may have a folder in it."""
+        if self._file is None or self._folder is None:
+            return
+        path = self._folder / name
+        with self._until_it_fails():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
         if self._file is not None:
-            self._file.close()
+            with self._until_it_fails():
+                self._file.close()
+            self._file = None
+
+    @contextlib.contextmanager
+    def _until_it_fails(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = f"Events are no longer written to {self._folder}: {error}."
             self._file = None
 
 

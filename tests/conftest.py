@@ -8,7 +8,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # The same examples on every machine: no test needs luck. Time limits are pytest's.
-hypothesis.settings.register_profile("house", deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile(
+    "house", deadline=None, derandomize=True, database=None, max_examples=50
+)
 hypothesis.settings.load_profile("house")
 
 

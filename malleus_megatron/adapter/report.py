@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
@@ -22,19 +21,18 @@ class Reporter:
     """Says what happens. Nothing here can stop or slow down a step."""
 
     def __init__(
-        self, *, log_dir: Path | None, say: Callable[[str], None], sidecar: SidecarClient | None
+        self, *, events: EventLog, say: Callable[[str], None], sidecar: SidecarClient | None
     ) -> None:
-        """Open the event log.
+        """Say nothing yet.
 
         Args:
-            log_dir: Where events and plans go; None: they are not kept.
+            events: Where events and plans go; closed at the end.
             say: Prints one line into the training log.
             sidecar: The client, already started; None: no re-planning.
         """
-        self._log_dir = log_dir
         self._say = say
         self._sidecar = sidecar
-        self._events = EventLog(log_dir)
+        self._events = events
         self._iteration = 0
         self._rates: dict[int, float] = {}
         self._stragglers: frozenset[int] = frozenset()
@@ -75,6 +73,7 @@ class Reporter:
 
     def take_offer(self) -> Plan | None:
         """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
+        self._tell_log_failure()
         if self._sidecar is None:
             return None
         self._take_warnings()
@@ -105,11 +104,9 @@ class Reporter:
             seconds=plan.planning.seconds if plan.planning else 0.0,
             predicted=document.get("predicted", {}),
         )
-        if self._log_dir is not None:
-            folder = self._log_dir / "plans"
-            folder.mkdir(exist_ok=True)
-            path = folder / f"generation-{current.generation}.json"
-            path.write_text(canonical_json(document) + "\n", encoding="utf-8")
+        self._events.keep(
+            f"plans/generation-{current.generation}.json", canonical_json(document) + "\n"
+        )
         counts = " ".join(map(str, plan.microbatch_counts))
         predicted = plan.predicted.step_time_s if plan.predicted else None
         expected = "" if predicted is None else f", predicted step {predicted:.3f} s"
@@ -138,6 +135,11 @@ class Reporter:
             generation=current.generation,
             plan=current.plan_id,
         )
+
+    def _tell_log_failure(self) -> None:
+        if self._events.failure is not None:
+            self._say(f"warning: {self._events.failure} Training goes on.")
+            self._events.failure = None
 
     def _take_warnings(self) -> None:
         if self._sidecar is not None:

@@ -19,6 +19,7 @@ from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.values import JobDescription
 from malleus_megatron.errors import MalleusError
+from malleus_megatron.events import EventLog
 from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
@@ -137,12 +138,12 @@ def _on_gpu(layers: list[Any]) -> bool:
 
 def _reporter(setup: JobSetup, current: CurrentPlan) -> Reporter:
     """On rank 0. The sidecar is started in the background, so that nothing waits for it."""
-    config = setup.config
-    client = start_sidecar(
-        config.sidecar, JobDescription(nominal=current.nominal, level=current.level)
-    )
+    events = EventLog(setup.config.log_dir)
+    job = JobDescription(nominal=current.nominal, level=current.level)
     reporter = Reporter(
-        log_dir=config.log_dir, say=lambda line: print_rank_0(f"malleus: {line}"), sidecar=client
+        events=events,
+        say=lambda line: print_rank_0(f"malleus: {line}"),
+        sidecar=start_sidecar(setup.config.sidecar, job),
     )
     reporter.level(current, setup.decision.reason, 0)
     return reporter

@@ -69,7 +69,7 @@ DENSE = {
     ),
     "per-token loss": (2, LLAMA + "--num-layers 2 --calculate-per-token-loss"),
     "rerun machine validates": (2, GPT3 + "--num-layers 2 --rerun-mode validate_results"),
-    "rerun machine reports": (2, GPT3 + "--num-layers 2 --rerun-mode report_determinism_stats"),
+    "rerun machine off": (2, GPT3 + "--num-layers 2 --rerun-mode disabled"),
     "all timers and logs": (
         4,
         GPT3 + "--num-layers 4 --pipeline-model-parallel-size 2 --timing-log-level 2 "
@@ -115,8 +115,9 @@ def run(world: int, recipe: str, folder: Path, *flags: str | Path) -> None:
     run_script(
         world,
         [
-            *("-m", "malleus_megatron.run", SCRIPT, *COMMON.split(), *recipe.split()),
-            *("--train-iters", str(ITERATIONS), "--malleus-record", "losses.jsonl", *flags),
+            *("-m", "malleus_megatron.run", str(SCRIPT), *COMMON.split(), *recipe.split()),
+            *("--train-iters", str(ITERATIONS), "--malleus-record", "losses.jsonl"),
+            *flags,
         ],
         cwd=folder,
     )

@@ -43,7 +43,7 @@ def datasets(num_samples, vp_stage=None):
     return BlendedMegatronDatasetBuilder(kind, num_samples, built_here, config).build()
 
 
-datasets.is_distributed = True
+datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def batch_of(data_iterator, vp_stage):

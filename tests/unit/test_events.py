@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from malleus_megatron.errors import BadInputError
 from malleus_megatron.events import EventLog
 
 numbers = st.floats() | st.integers() | st.booleans() | st.none() | st.text()
@@ -88,3 +89,27 @@ def test_without_a_folder_and_after_closing_nothing_is_written(tmp_path: Path) -
     log.close()
     log.write("iteration", 1)
     assert lines(tmp_path) == []
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    log = EventLog(tmp_path)
+    log.write("iteration", 1)
+    assert log.failure is not None
+    assert "No space left" in log.failure
+    log.write("iteration", 2)
+    log.keep("plans/generation-1.json", "{}")
+    log.close()
+    assert not (tmp_path / "plans").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match="Cannot write events to"):
+        EventLog(tmp_path / "file" / "log")
+
+
+def test_plans_are_kept_beside_the_events(tmp_path: Path) -> None:
+    log = EventLog(tmp_path)
+    log.keep("plans/generation-1.json", "{}")
+    assert (tmp_path / "plans" / "generation-1.json").read_text() == "{}"
