@@ -105,7 +105,7 @@ def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]])
     """Draw the figures from what both jobs wrote.
 
     Raises:
-        MalleusError: the job ended without a re-plan.
+        MalleusError: the job ended without a re-plan, or the reference is not whole.
     """
     steps = [event for event in events if event["event"] == "iteration"]
     plans = [event for event in events if event["event"] == "plan"]
@@ -129,7 +129,7 @@ def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]])
         "micro_batches_before": [before] * len(last["micro_batches"]),
         "micro_batches_after": last["micro_batches"],
         "iterations_until_replan": first["iteration"] - INJECTED_FROM,
-        "max_loss_difference": max(abs(s["loss"] - reference[s["iteration"]]) for s in steps),
+        "max_loss_difference": _largest_difference(steps, reference),
         "iterations": len(steps),
     }
 
@@ -308,6 +308,13 @@ def _clear(files: DemoFiles) -> None:
     files.data.parent.mkdir(parents=True, exist_ok=True)
     for path in [files.events, files.stock_losses]:
         path.unlink(missing_ok=True)
+
+
+def _largest_difference(steps: Sequence[dict[str, Any]], reference: dict[int, float]) -> float:
+    for step in steps:
+        if step["iteration"] not in reference:
+            raise MalleusError(f"The stock job recorded no loss for iteration {step['iteration']}.")
+    return max(abs(step["loss"] - reference[step["iteration"]]) for step in steps)
 
 
 def _median(steps: Sequence[dict[str, Any]]) -> float:

@@ -21,8 +21,8 @@ PACKAGES = (
     "apex",
     "nvidia-resiliency-ext",
 )
-UNDECLARED = ("einops", "psutil", "absl-py")
-"""What megatron-core's wheel needs for training and torch_dist saves and does not declare."""
+UNDECLARED = ("psutil",)
+"""What megatron-core's wheel needs for torch_dist saves and does not declare."""
 
 OLDEST_RESILIENCY = (0, 5)
 

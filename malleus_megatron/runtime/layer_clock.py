@@ -80,7 +80,6 @@ class LayerClock:
 
     def start_iteration(self, iteration: int) -> None:
         """Record calls as this iteration's from now on; its injected rate holds."""
-        self._hooks.forget_open()
         self._recycle_marks()
         self._iteration = _Iteration(number=iteration, num_layers=self._num_layers)
         if self._stretch is not None:

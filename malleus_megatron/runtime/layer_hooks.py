@@ -53,12 +53,7 @@ class LayerHooks:
         """Take the hooks off the layers."""
         while self._handles:
             self._handles.pop().remove()
-        self.forget_open()
-
-    def forget_open(self) -> None:
-        """Drop what is left of calls that never ended."""
-        self._windows.drop_layers()
-        self._recomputed.clear()
+        self._forget_open()
 
     def backward_begins(self, layer: int) -> Window:
         """The gradient of a layer's output is complete.
@@ -79,7 +74,7 @@ class LayerHooks:
 
     def _before_forward(self, layer: int, module: nn.Module, args: Any) -> None:  # noqa: ARG002
         if not _in_backward():
-            self._windows.drop_layers()
+            self._forget_open()
         self._windows.open(layer, Phase.forward)
 
     def _after_forward(
@@ -102,6 +97,11 @@ class LayerHooks:
         output.register_hook(watch.start)
         if not watch.ends_with_graph:
             hidden_states.register_hook(watch.end)
+
+    def _forget_open(self) -> None:
+        """Drop what is left of a pass that failed: a forward begins outside of all others."""
+        self._windows.drop_layers()
+        self._recomputed.clear()
 
     def _end_call(self, call: LayerCall) -> None:
         window = call.windows[-1]

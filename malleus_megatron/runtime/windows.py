@@ -114,9 +114,8 @@ class Windows:
         window.worked = self._stopwatch.mark()
 
     def close(self, window: Window) -> None:
-        """End a layer window that is open, and whatever was left open inside it."""
-        while self._layers.pop() is not window:
-            pass
+        """End a layer window that is open."""
+        self._layers.remove(window)
         window.end = self._stopwatch.mark()
         if window.worked is None:
             window.worked = window.end

@@ -34,10 +34,13 @@ def snapshot(targets: list[str]) -> Snapshot:
 
 
 def differences(before: Snapshot, after: Snapshot) -> set[str]:
+    """What is another object now, or new in a class; modules may load others into themselves."""
+    absent = object()
     return {
         f"{owner}.{name}"
-        for (owner, name), value in before.items()
-        if (owner, name) in after and after[owner, name] is not value
+        for owner, name in before.keys() | after.keys()
+        if before.get((owner, name), absent) is not after.get((owner, name), absent)
+        and not ((owner, name) not in before and owner in sys.modules)
     }
 
 

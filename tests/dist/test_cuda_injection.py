@@ -107,7 +107,7 @@ def test_events_are_used_again_also_by_evaluation_and_unread_iterations(device: 
     for iteration in range(12, 20):
         job.sample(iteration)
         with torch.no_grad():
-            for _ in range(5):
+            for _ in range(100):
                 run(job.layers, torch.ones(1, 4))
     assert device.num_events <= 6 * of_one_iteration
 

@@ -169,11 +169,14 @@ def test_a_forward_that_failed_leaves_nothing_behind() -> None:
     assert watched.times() == forward_s(0, 1) + backward_s(1, 0)
 
 
-def test_a_backward_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("through", [run, reentrant, non_reentrant])
+def test_a_backward_that_failed_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, through: Callable[[Any, Tensor], Tensor]
+) -> None:
     watched = Watched(2)
-    output = run(watched.layers, states()).sum()
+    output = through(watched.layers, states()).sum()
     with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="broken"):
-        broken.setattr(Layer, "passes", fails)
+        broken.setattr(Layer, "passes", fails_in_backward(Layer.passes))
         output.backward()
     watched.calls.clear()
     run(watched.layers, states()).sum().backward()
@@ -181,8 +184,13 @@ def test_a_backward_that_failed_leaves_nothing_behind(monkeypatch: pytest.Monkey
     assert watched.windows.innermost is None
 
 
-def fails(*args: Any) -> None:
-    raise RuntimeError("broken")
+def fails_in_backward(passes: Callable[[Layer, str, float], None]) -> Any:
+    def passes_or_fails(layer: Layer, phase: str, seconds: float) -> None:
+        if phase == "backward":
+            raise RuntimeError("broken")
+        passes(layer, phase, seconds)
+
+    return passes_or_fails
 
 
 def test_a_pause_is_left_out_of_the_layer_it_happens_in(monkeypatch: pytest.MonkeyPatch) -> None:
