@@ -1,4 +1,4 @@
-"""How far the plugin can go with a recipe (DESIGN section 6), and why not further."""
+"""How far the plugin can go with a recipe, and why not further."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -20,6 +20,11 @@ MEGATRON_VERSIONS = ("0.19",)
 
 def seam_rows(plugin: Plugin) -> tuple[Replacement, ...]:
     """The table, with replacements that act for this plugin."""
+    return (*_training_rows(plugin), *_schedule_rows(plugin))
+
+
+def _training_rows(plugin: Plugin) -> tuple[Replacement, ...]:
+    """Megatron's training loop."""
     return (
         Replacement(
             target="megatron.training.arguments.add_megatron_arguments",
@@ -62,6 +67,12 @@ def seam_rows(plugin: Plugin) -> tuple[Replacement, ...]:
             make=functools.partial(_train, plugin),
             reason="The last iteration is reported, and the sidecar is stopped.",
         ),
+    )
+
+
+def _schedule_rows(plugin: Plugin) -> tuple[Replacement, ...]:
+    """The pipeline schedules of Megatron's core."""
+    return (
         Replacement(
             target="megatron.core.pipeline_parallel.schedules.forward_step_calc_loss",
             signature="(model, output_tensor, loss_func, config, vp_stage, "

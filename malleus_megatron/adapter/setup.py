@@ -128,6 +128,8 @@ def _clock(setup: JobSetup, layers: list[Any]) -> LayerClock:
         pace=setup.inputs.pace,
         injection=setup.inputs.injection,
     )
+    if getattr(get_args(), "cuda_graph_impl", "none") != "none":
+        layers = []  # events that are recorded into a graph cannot be read
     clock.attach(layers, tp_degree=mpu.get_tensor_model_parallel_world_size())
     return clock
 

@@ -70,7 +70,7 @@ def examine() -> list[Finding]:
     clash = resiliency_clash(versions["nvidia-resiliency-ext"])
     if clash is not None:
         return [*findings, Finding(what="nvidia-resiliency-ext", ok=False, detail=clash)]
-    return [*findings, *_torch(), *_seams()]
+    return [*findings, *_torch(), *_seams(), *_refusals()]
 
 
 def resiliency_clash(version: str | None) -> str | None:
@@ -119,13 +119,26 @@ def _is_nvidia_apex() -> bool:
 
 def _torch() -> list[Finding]:
     try:
-        import torch
+        from malleus_megatron.runtime.devices import device_names
+
+        names = device_names()
     except ImportError as error:
         return [Finding(what="import torch", ok=False, detail=str(error))]
-    if not torch.cuda.is_available():
-        return [Finding(what="device", ok=True, detail="no GPU: CPU mode, gloo")]
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [Finding(what="device", ok=True, detail=f"{len(names)} GPU(s): {', '.join(names)}")]
+    detail = f"{len(names)} GPU(s): {', '.join(names)}" if names else "no GPU: CPU mode, gloo"
+    return [Finding(what="device", ok=True, detail=detail)]
+
+
+def _refusals() -> list[Finding]:
+    """What a recipe must not use: on a CPU at all, and for more than level observe."""
+    from malleus_megatron.adapter.gpu_flags import REFUSED
+    from malleus_megatron.adapter.levels import REBALANCE_OBSTACLES
+
+    flags = ", ".join(sorted({rule.flag for rule in REFUSED}))
+    reasons = "; ".join(obstacle.reason for obstacle in REBALANCE_OBSTACLES)
+    return [
+        Finding(what="CPU mode refuses", ok=True, detail=flags),
+        Finding(what="level observe only with", ok=True, detail=reasons),
+    ]
 
 
 def _seams() -> list[Finding]:

@@ -47,9 +47,10 @@ LAYOUTS = {
     "tp, layer norm of 1 + weight": Layout(grid=TP, flags="--sequence-parallel", model=GPT3),
     "tp, hidden dropout": Layout(grid=TP, model="--hidden-dropout 0.1"),
     "pp": Layout(grid=PP),
-    "pp, untied embeddings": Layout(grid=PP, model="--untie-embeddings-and-output-weights"),
     "pp, two chunks a stage": Layout(grid=PP, flags="--num-layers-per-virtual-pipeline-stage 1"),
-    "pp, tokens ahead": Layout(grid=PP, model="--mtp-num-layers 1"),
+    "pp, untied embeddings, tokens ahead": Layout(
+        grid=PP, model="--untie-embeddings-and-output-weights --mtp-num-layers 1"
+    ),
     "dp": Layout(grid=DP),
     "dp, distributed optimizer, overlapped": Layout(grid=DP, flags=OVERLAP),
     "dp, averaged in the collective": Layout(grid=DP, flags="--ddp-average-in-collective"),
@@ -67,7 +68,7 @@ LAYOUTS = {
         flags=f"--expert-model-parallel-size 2 --sequence-parallel {ALLTOALL}",
         model=EXPERTS,
     ),
-    "tp, mla": Layout(
+    "dp, mla": Layout(
         grid=DP, model="--multi-latent-attention --qk-layernorm --q-lora-rank 16 --v-head-dim 24"
     ),
 }

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -74,6 +76,7 @@ def run_program(task: RankTask, argv: Sequence[str]) -> None:
 
 def _settle(task: RankTask) -> None:
     os.setsid()
+    _die_with_parent()
     os.chdir(task.folder)
     os.environ.clear()
     os.environ.update(task.environment)
@@ -85,6 +88,18 @@ def _settle(task: RankTask) -> None:
     sys.stderr = open(2, "w", encoding="utf-8", buffering=1, closefd=False)  # noqa: SIM115
     faulthandler.enable(sys.stderr)
     faulthandler.register(STACK_SIGNAL, sys.stderr)
+
+
+def _die_with_parent() -> None:
+    """Be killed when the server ends, which ends with the tests' process, however that ends.
+
+    The server lives as long as someone holds the pipe of which every fork has a copy.
+    """
+    if (pipe := forkserver._forkserver._forkserver_alive_fd) is not None:  # type: ignore[attr-defined]
+        os.close(pipe)
+        forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def _redirect(descriptor: int, standard: int) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -218,3 +219,36 @@ def test_ranks_that_wait_for_a_failed_one_are_ended(tmp_path: Path) -> None:
     first, second = run_script(2, [program], timeout_s=60, expect_exit=None)
     assert (first.exit_code, second.exit_code) == (3, -9)
     assert time.monotonic() - began < 25
+
+
+def test_no_rank_outlives_a_killed_test_run(tmp_path: Path, root: Path) -> None:
+    program = _script(
+        tmp_path,
+        "import os, pathlib, time\n"
+        "pathlib.Path('pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n",
+    )
+    tests = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import pathlib, sys\n"
+            "from tests.harness import ranks, server\n"
+            "server.PRELOADED = ('tests.harness.rank_process',)\n"
+            "ranks.run_script(1, [sys.argv[1]], cwd=pathlib.Path(sys.argv[2]))\n",
+            program,
+            tmp_path,
+        ],
+        cwd=root,
+    )
+    _until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text() != "")
+    tests.kill()
+    tests.wait()
+    _until(lambda: not _is_alive(int((tmp_path / "pid").read_text())))
+
+
+def _until(holds: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.05)
