@@ -1,5 +1,6 @@
 """The HTTP client against a server that does everything wrong."""
 
+import re
 import socket
 import threading
 import time
@@ -18,7 +19,7 @@ type Behaviour = Callable[[socket.socket], None]
 
 @contextmanager
 def server(behave: Behaviour) -> Iterator[str]:
-    """Takes every connection, reads some of the request, and misbehaves."""
+    """Takes every connection, reads the request, and misbehaves."""
 
     def serve() -> None:
         while True:
@@ -27,8 +28,8 @@ def server(behave: Behaviour) -> Iterator[str]:
             except OSError:
                 return
             with connection:
-                connection.recv(65536)
                 try:
+                    read_request(connection)
                     behave(connection)
                 except OSError:
                     continue
@@ -40,6 +41,18 @@ def server(behave: Behaviour) -> Iterator[str]:
     finally:
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
+
+
+def read_request(connection: socket.socket) -> None:
+    """All of it: closing with some unread would reset the connection under the answer."""
+    request = b""
+    while b"\r\n\r\n" not in request:
+        request += connection.recv(65536)
+    head, _, body = request.partition(b"\r\n\r\n")
+    match = re.search(rb"content-length: (\d+)", head.lower())
+    length = int(match[1]) if match else 0
+    while len(body) < length:
+        body += connection.recv(65536)
 
 
 def says(text: bytes) -> Behaviour:
