@@ -16,7 +16,7 @@ from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.errors import BadInputError, MalleusError
+from malleus_megatron.errors import MalleusError
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
@@ -88,7 +88,7 @@ class Job:
         self._cross_boundary()
         scripted = self._inputs.plan_at(iteration, first=first)
         if scripted is not None:
-            self._switch(scripted)
+            self._switch_if_possible(scripted)
         pipelines = len(self._current.nominal.pipelines)
         self._counts = self._current.counts(get_num_microbatches() * pipelines)
         self.clock.start_iteration(iteration)
@@ -169,12 +169,10 @@ class Job:
         """Go down to observe together if any rank saw a loss that cannot be split unequally."""
         if not self.moves_microbatches or all(row.loss_is_per_token for row in rows):
             return
-        if len(set(self._counts)) > 1:
-            counts = ", ".join(map(str, self._counts))
-            raise BadInputError(f"The plan has micro-batches {counts}, but {LEGACY_LOSS}.")
         self._current.level = Level.observe
         if self._reporter is not None:
             self._reporter.level(self._current, LEGACY_LOSS, self._iteration or 0)
+        self._switch(self._current.nominal)
 
     def _offer(self) -> bytes:
         """On rank 0: a plan from the sidecar that this job can run under, as bytes."""
@@ -206,6 +204,16 @@ class Job:
             self._switch(plan)
         elif self._reporter is not None:
             self._reporter.reject(plan, reason or "it could not be read")
+
+    def _switch_if_possible(self, plan: Plan) -> None:
+        """Switch to a scripted plan; a job whose level has sunk since the start stays, and says so."""
+        try:
+            self._current.check(plan)
+        except MalleusError as error:
+            if self._reporter is not None:
+                self._reporter.reject(plan, str(error))
+        else:
+            self._switch(plan)
 
     def _switch(self, plan: Plan) -> None:
         if plan == self._current.plan:

@@ -84,10 +84,8 @@ class Reporter:
         return decision.offer
 
     def reject(self, plan: Plan | None, why: str) -> None:
-        """Say that an offered plan is not taken."""
-        self.warning(
-            f"An offered plan was not taken: {why} Training goes on under the current one."
-        )
+        """Say that a plan, offered or scripted, is not taken."""
+        self.warning(f"A plan was not taken: {why} Training goes on under the current one.")
         if self._sidecar is not None and plan is not None:
             self._sidecar.reject(plan_id(plan), why)
 

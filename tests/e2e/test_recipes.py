@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.ranks import run_script
-from tests.harness.training import assert_same_training, read_lines
+from tests.harness.training import Grid, assert_same_training, read_lines, write_schedule
 
 pytestmark = pytest.mark.e2e
 
@@ -110,12 +110,12 @@ LOWER = {
 }
 
 
-def run(world: int, recipe: str, folder: Path, *flags: str | Path) -> None:
+def run(world: int, recipe: str, folder: Path, *flags: str | Path, script: Path = SCRIPT) -> None:
     folder.mkdir()
     run_script(
         world,
         [
-            *("-m", "malleus_megatron.run", str(SCRIPT), *COMMON.split(), *recipe.split()),
+            *("-m", "malleus_megatron.run", str(script), *COMMON.split(), *recipe.split()),
             *("--train-iters", str(ITERATIONS), "--malleus-record", "losses.jsonl"),
             *flags,
         ],
@@ -154,6 +154,30 @@ def test_what_cannot_be_rebalanced_trains_at_a_lower_level(name: str, tmp_path: 
     level, reason = level_of(tmp_path)
     assert level == "observe"
     assert word in reason
+
+
+def test_a_loss_that_is_a_mean_keeps_counts_equal(tmp_path: Path) -> None:
+    """Found in the first iteration: the plan that was asked for at the second is not taken."""
+    script = SCRIPT.with_name("mean_loss_script.py")
+    recipe = GPT3 + "--num-layers 2"
+    schedule = write_schedule(tmp_path, Grid(pipelines=2, num_layers=2), {2: (5, 3)})
+    run(2, recipe, tmp_path / "stock", script=script)
+    run(
+        2,
+        recipe,
+        tmp_path / "malleus",
+        *("--malleus", "--malleus-log-dir", ".", "--malleus-plan-schedule", schedule),
+        script=script,
+    )
+    assert_same_training(
+        tmp_path / "malleus" / "losses.jsonl", tmp_path / "stock" / "losses.jsonl", relative=0
+    )
+    events = read_lines(tmp_path / "malleus" / "events.jsonl")
+    levels = [event["level"] for event in events if event["event"] == "level"]
+    assert levels == ["rebalance", "observe"]
+    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    assert any("5, 3" in message and "observe" in message for message in warnings), warnings
+    assert not [event for event in events if event["event"] == "plan"]
 
 
 @pytest.mark.parametrize(
