@@ -17,6 +17,7 @@ help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z-]+:.* ## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(READY) ## make .venv with everything that is pinned in constraints.txt
+	@echo "$(VENV) is ready."
 
 # The stamp is written last: a setup that was broken off is taken up again by the next call.
 $(READY): setup.py constraints.txt scripts/find_python.sh

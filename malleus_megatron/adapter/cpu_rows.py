@@ -105,7 +105,7 @@ def close_sockets() -> None:
     """Let go of a parent's connections, so that its peers notice when it dies."""
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
+            if int(entry.name) > 2 and stat.S_ISSOCK(os.fstat(int(entry.name)).st_mode):
                 os.close(int(entry.name))
 
 

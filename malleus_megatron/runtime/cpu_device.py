@@ -5,6 +5,7 @@ machine without a GPU: memory is RAM, streams run at once, the CUDA random strea
 `torch.cuda.is_available()` stays honest.
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -315,6 +316,11 @@ ROWS: tuple[Replacement, ...] = (
         _instead(lambda device=None: 0),
         "there is no GPU memory to count",
         "cuda.device_memory_used",
+    ),
+    *_rows(
+        _instead(lambda device=None: collections.defaultdict(int)),
+        "Megatron looks up figures that the CPU's empty answer lacks",
+        "cuda.memory_stats",
     ),
     *_rows(_instead(_nothing), "NVTX is a GPU profiler's", "cuda.nvtx.range_push"),
     *_rows(_instead(_nothing), "NVTX is a GPU profiler's", "cuda.nvtx.range_pop"),

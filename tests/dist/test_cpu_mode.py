@@ -109,7 +109,8 @@ def every_spelling_of_the_device() -> list[str]:
     import torch
 
     made = []
-    for device in ("cuda", "cuda:0", torch.device("cuda", 1), 0, "cpu", torch.cuda.current_device()):
+    spellings = ("cuda", "cuda:0", torch.device("cuda", 1), 0, "cpu", torch.cuda.current_device())
+    for device in spellings:
         made += [
             torch.empty(2, device=device, pin_memory=True),
             torch.tensor([1.0], device=device),
@@ -121,7 +122,8 @@ def every_spelling_of_the_device() -> list[str]:
             torch.ones_like(torch.zeros(2), device=device),
             torch.nn.Linear(2, 2, device=device).weight,
         ]
-    made += [torch.zeros(2).cuda(), torch.nn.Linear(2, 2).cuda().weight, torch.zeros(1).pin_memory()]
+    made += [torch.zeros(2).cuda(), torch.zeros(1).pin_memory()]
+    made += [torch.nn.Linear(2, 2).cuda().weight, torch.nn.Linear(2, 2).to("cuda:1").weight]
     return [tensor.device.type for tensor in made]
 
 
@@ -138,7 +140,7 @@ def names_of_types() -> list[Any]:
         tensor.bfloat16().type(),
         tensor.type("torch.cuda.HalfTensor").dtype == torch.float16,
         tensor.type(torch.float64).dtype == torch.float64,
-        isinstance(tensor, torch.cuda.FloatTensor | torch.FloatTensor),
+        isinstance(tensor, torch.FloatTensor),
     ]
 
 
@@ -159,7 +161,7 @@ def random_streams() -> list[bool]:
     torch.cuda.set_rng_state(state)
     with tracker.fork():
         inside = torch.rand(3)
-    loader = torch.utils.data.DataLoader([1, 2, 3], pin_memory=True)
+    loader: Any = torch.utils.data.DataLoader(range(1, 4), pin_memory=True)  # type: ignore[arg-type]
     assert [int(value) for value in loader] == [1, 2, 3]
     again = torch.rand(3)
     with tracker.fork():
@@ -191,6 +193,7 @@ def streams_and_events() -> tuple[float, bool]:
         torch.zeros(1).record_stream(side)
     side.record_event(end)
     torch.cuda.synchronize()
+    assert torch.cuda.memory_stats()["reserved_bytes.all.current"] == 0
     return start.elapsed_time(end), end.query()
 
 
@@ -207,7 +210,7 @@ def gather_unequal() -> list[list[int]]:
     rank = dist.get_rank()
     parts = [torch.zeros(count, 2, dtype=torch.int64) for count in (3, 1, 2)]
     dist.all_gather(parts, torch.full((parts[rank].shape[0], 2), rank + 1))
-    group = dist.new_group(backend="nccl")
+    group: Any = dist.new_group(backend="nccl")
     assert dist.get_backend(group) == "gloo"
     return [part.flatten().tolist() for part in parts]
 
@@ -226,8 +229,9 @@ def norms() -> list[float]:
     x = torch.randn(4, 8)
     distances = []
     for name in ("LayerNorm", "RMSNorm"):
-        plain, centred = NORMS[name, False](8), NORMS[name, True](8)
-        stock = getattr(torch.nn, name)(8)
+        plain: Any = NORMS[name, False](8)
+        centred: Any = NORMS[name, True](8)
+        stock: Any = getattr(torch.nn, name)(8)
         for norm in (plain, stock):
             torch.nn.init.uniform_(norm.weight)
         centred.weight.data = plain.weight.data - 1
@@ -317,3 +321,32 @@ def test_a_rank_whose_share_is_padding_has_a_state_too():
     assert group["lr"] == 0.1
     assert group["step"] == 0.0
     assert "params" not in group
+
+
+def sockets_after_a_fork() -> list[bool]:
+    import multiprocessing
+    import socket
+
+    from malleus_megatron.adapter.cpu_rows import close_sockets
+
+    ours, theirs = socket.socketpair()
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(close_sockets,))
+    process.start()
+    theirs.close()
+    ours.settimeout(20)
+    closed = ours.recv(1) == b""
+    alive = process.is_alive()
+    process.terminate()
+    process.join()
+    return [closed, alive]
+
+
+def _hold(release: Callable[[], None]) -> None:
+    import time
+
+    release()
+    time.sleep(60)
+
+
+def test_a_forked_helper_does_not_hold_its_parents_connections():
+    assert run_ranks(1, sockets_after_a_fork)[0] == [True, True]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.training import TINY_GPT, Grid, assert_same_training, read_lines, train
+from tests.harness.training import Grid, assert_same_training, read_lines, train
 
 pytestmark = pytest.mark.e2e
 
