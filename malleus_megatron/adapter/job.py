@@ -206,7 +206,7 @@ class Job:
             self._reporter.reject(plan, reason or "it could not be read")
 
     def _switch_if_possible(self, plan: Plan) -> None:
-        """Switch to a scripted plan; a job whose level has sunk since the start stays, and says so."""
+        """Switch to a scripted plan; a job whose level has sunk stays, and says so."""
         try:
             self._current.check(plan)
         except MalleusError as error:
