@@ -1,0 +1,68 @@
+"""Process groups by their set of ranks: made once, by all ranks in the same order, and kept."""
+
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+MAX_GROUPS = 512
+"""Beyond it groups of earlier plans are given up: a communicator takes device memory."""
+
+
+class Groups:
+    """The groups that plans need. Every method is called by all ranks, in the same order."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        """Nothing is made yet.
+
+        Args:
+            timeout: Of every collective in the groups.
+        """
+        self._timeout = timeout
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+
+    def make(self, rank_sets: Iterable[Sequence[int]]) -> None:
+        """Make a plan's groups, those that do not exist yet.
+
+        The order of the sets is the same on all ranks.
+
+        Members meet once in each new group: a communicator that was first used inside a pipeline
+        would block its two ends there.
+        """
+        keys = dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets)
+        for key in keys:
+            if key not in self._made:
+                self._make_room(keep=keys.keys())
+                self._made[key] = self._new(key)
+
+    def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """A group that was made and that this rank is in.
+
+        Raises:
+            KeyError: it was never made here.
+        """
+        group = self._made[tuple(sorted(ranks))]
+        assert group is not None, f"this rank is not one of {sorted(ranks)}"
+        return group
+
+    def __len__(self) -> int:
+        """How many groups there are."""
+        return len(self._made)
+
+    def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        made = dist.new_group(list(ranks), timeout=self._timeout)
+        if not isinstance(made, dist.ProcessGroup):
+            return None
+        device = "cuda" if dist.get_backend(made) == "nccl" else "cpu"
+        dist.all_reduce(torch.zeros(1, device=device), group=made)
+        return made
+
+    def _make_room(self, *, keep: Collection[tuple[int, ...]]) -> None:
+        """Give up the oldest group that is not asked for now; all ranks give up the same one."""
+        if len(self._made) < MAX_GROUPS:
+            return
+        oldest = next((key for key in self._made if key not in keep), None)
+        group = None if oldest is None else self._made.pop(oldest)
+        if group is not None:
+            dist.destroy_process_group(group)

@@ -1,0 +1,56 @@
+"""Groups by rank set: one for each set, in whatever order its ranks are named, bounded in number."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from malleus_megatron.runtime import groups as module
+from tests.harness.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def use_groups() -> tuple[float, int, bool]:
+    groups = module.Groups(timedelta(seconds=30))
+    groups.make([(0,), (1, 2), (2, 1), (0, 1, 2)])
+    groups.make([(2, 1), (0,)])
+    tensor = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(tensor, group=groups.of((2, 1, 0)))
+    same = dist.get_rank() == 0 or groups.of((1, 2)) is groups.of((2, 1))
+    return tensor.item(), len(groups), same
+
+
+def test_a_set_is_made_once() -> None:
+    assert run_ranks(3, use_groups) == [(3.0, 3, True)] * 3
+
+
+def overflow() -> tuple[int, bool, float]:
+    module.MAX_GROUPS = 2
+    groups = module.Groups(timedelta(seconds=30))
+    groups.make([(0,), (1,)])
+    groups.make([(1,), (0, 1)])
+    try:
+        groups.of((0,))
+        forgotten = False
+    except KeyError:
+        forgotten = True
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=groups.of((0, 1)))
+    return len(groups), forgotten, tensor.item()
+
+
+def ask_for_many() -> int:
+    module.MAX_GROUPS = 1
+    groups = module.Groups(timedelta(seconds=30))
+    groups.make([(0,), (1,), (0, 1)])
+    return len(groups)
+
+
+def test_what_one_plan_needs_is_never_given_up() -> None:
+    assert run_ranks(2, ask_for_many) == [3, 3]
+
+
+def test_the_oldest_is_given_up_beyond_the_bound() -> None:
+    assert run_ranks(2, overflow) == [(2, True, 2.0)] * 2
