@@ -57,7 +57,6 @@ unit: $(READY) ## the pure packages
 	@$(PYTEST) tests/unit -q
 
 arch: $(READY) ## who may import what, sizes, words, flags
-	@$(VENV)/bin/lint-imports
 	@$(PYTEST) tests/architecture -q
 
 gpu-check: $(READY) ## what needs a GPU; without one it says so

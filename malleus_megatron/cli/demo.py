@@ -314,7 +314,7 @@ def _largest_difference(steps: Sequence[dict[str, Any]], reference: dict[int, fl
     for step in steps:
         if step["iteration"] not in reference:
             raise MalleusError(f"The stock job recorded no loss for iteration {step['iteration']}.")
-    return max(abs(step["loss"] - reference[step["iteration"]]) for step in steps)
+    return max(abs(float(step["loss"]) - reference[step["iteration"]]) for step in steps)
 
 
 def _median(steps: Sequence[dict[str, Any]]) -> float:
