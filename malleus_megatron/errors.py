@@ -30,5 +30,9 @@ class InfeasiblePlanError(MalleusError):
     exit_code = EXIT_INFEASIBLE
 
 
+class MigrationError(MalleusError):
+    """State cannot be moved to its next owners. The job stays on the plan that it has."""
+
+
 class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""
