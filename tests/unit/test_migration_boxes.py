@@ -1,9 +1,12 @@
 """Boxes against arrays that are painted element by element."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.boxes import Box, box_of, cells, merged
@@ -20,16 +23,20 @@ def boxes(draw: st.DrawFn, num_axes: int = 3) -> Box:
     return box_of(spans)
 
 
-def painted(box: Box) -> np.ndarray:
-    canvas = np.zeros((SIZE,) * len(box.shape), dtype=int)
+def painted(box: Box) -> NDArray[np.int64]:
+    canvas = np.zeros((SIZE,) * len(box.shape), dtype=np.int64)
     canvas[tuple(slice(a, b) for a, b in box.spans)] = 1
     return canvas
+
+
+def total(parts: Iterable[Box]) -> NDArray[np.int64]:
+    return sum(map(painted, parts), start=np.zeros((SIZE,) * 3, dtype=np.int64))
 
 
 @given(boxes(), st.lists(boxes(), max_size=6))
 def test_a_cell_is_covered_wholly_or_not_at_all(within: Box, others: list[Box]) -> None:
     cut = list(cells(within, others))
-    assert (sum(painted(cell) for cell, _ in cut) == painted(within)).all()
+    assert (total(cell for cell, _ in cut) == painted(within)).all()
     for cell, covering in cut:
         for number, other in enumerate(others):
             inside = painted(other)[painted(cell) == 1]
@@ -45,14 +52,14 @@ def test_merged_boxes_are_the_same_elements_and_no_more_boxes(
     part = cut[::2]
     joined = merged(part)
     assert len(joined) <= len(part)
-    assert (sum(map(painted, joined)) == sum(map(painted, part))).all()
+    assert (total(joined) == total(part)).all()
 
 
 @given(boxes(), st.integers(1, 130))
 def test_split_parts_are_the_whole_and_small(box: Box, max_elements: int) -> None:
     parts = list(box.split(max_elements))
     assert all(part.num_elements <= max_elements for part in parts)
-    assert (sum(map(painted, parts)) == painted(box)).all()
+    assert (total(parts) == painted(box)).all()
 
 
 @given(boxes(), boxes())

@@ -17,7 +17,8 @@ from tests.harness.painting import Truth, move, zeros
 NODE_OF = {gpu: gpu // 4 for gpu in range(16)}
 
 
-def transfer(source: int, destination: int, shape: tuple[int, ...], key: str = "w") -> Transfer:
+def transfer(pair: tuple[int, int], shape: tuple[int, ...], key: str = "w") -> Transfer:
+    source, destination = pair
     holding = Holding(
         key=key,
         global_shape=shape,
@@ -32,6 +33,11 @@ def transfer(source: int, destination: int, shape: tuple[int, ...], key: str = "
         destination_gpu=destination,
         destination=holding,
     )
+
+
+def some_pair(rng: random.Random) -> tuple[int, int]:
+    source, destination = rng.sample(range(6), 2)
+    return source, destination
 
 
 def test_rounds_are_bounded_and_bring_every_element_once() -> None:
@@ -61,7 +67,7 @@ def test_rounds_are_bounded_and_bring_every_element_once() -> None:
 
 def test_both_ends_list_what_passes_between_them_in_the_same_order() -> None:
     rng = random.Random(0)
-    moves = [transfer(*rng.sample(range(6), 2), (rng.randint(1, 9), 3)) for _ in range(200)]
+    moves = [transfer(some_pair(rng), (rng.randint(1, 9), 3)) for _ in range(200)]
     rounds = cut_into_rounds(moves, 64)
     assert sum(len(one.transfers) for one in rounds) >= 200
     for one in rounds:
@@ -75,8 +81,7 @@ def test_both_ends_list_what_passes_between_them_in_the_same_order() -> None:
 def test_the_order_of_the_input_does_not_matter() -> None:
     rng = random.Random(1)
     moves = [
-        transfer(*rng.sample(range(6), 2), (rng.randint(1, 9), 3), key=f"w{number}")
-        for number in range(100)
+        transfer(some_pair(rng), (rng.randint(1, 9), 3), key=f"w{number}") for number in range(100)
     ]
     rounds = cut_into_rounds(moves, 64)
     assert cut_into_rounds(rng.sample(moves, 100), 64) == rounds
@@ -86,7 +91,7 @@ def test_there_are_few_rounds() -> None:
     """Within the proven bound, for any sizes."""
     for seed in range(100):
         rng = random.Random(seed)
-        moves = [transfer(*rng.sample(range(6), 2), (rng.randint(1, 40),)) for _ in range(80)]
+        moves = [transfer(some_pair(rng), (rng.randint(1, 40),)) for _ in range(80)]
         sent, received = Counter[int](), Counter[int]()
         for one in moves:
             sent[one.source_gpu] += one.num_bytes
@@ -100,15 +105,15 @@ def test_there_are_few_rounds() -> None:
 def test_all_gpus_are_busy_together() -> None:
     """Everyone sends the same to everyone: not one round more than its bytes need."""
     pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
-    rounds = cut_into_rounds([transfer(a, b, (16, 4)) for a, b in pairs], 256)
+    rounds = cut_into_rounds([transfer(pair, (16, 4)) for pair in pairs], 256)
     assert len(rounds) == 7
     assert all(len(one.transfers) == 8 for one in rounds)
 
 
 def test_a_large_transfer_is_cut_along_its_longest_axis() -> None:
-    rounds = cut_into_rounds([transfer(0, 1, (3, 10))], 48)
+    rounds = cut_into_rounds([transfer((0, 1), (3, 10))], 48)
     assert [part.box.shape for one in rounds for part in one.transfers] == [(3, 4), (3, 4), (3, 2)]
-    rounds = cut_into_rounds([transfer(0, 1, (3, 5))], 8)
+    rounds = cut_into_rounds([transfer((0, 1), (3, 5))], 8)
     assert {part.box.shape for one in rounds for part in one.transfers} == {(1, 1), (2, 1)}
     assert sum(part.num_bytes for one in rounds for part in one.transfers) == 60
 
@@ -119,4 +124,4 @@ def test_nothing_to_move_is_no_round() -> None:
 
 def test_a_round_smaller_than_an_element_is_refused() -> None:
     with pytest.raises(MigrationError, match="An element of w has 4 bytes; a round may have 3"):
-        cut_into_rounds([transfer(0, 1, (2,))], 3)
+        cut_into_rounds([transfer((0, 1), (2,))], 3)
