@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from malleus_megatron.errors import MigrationError
-from malleus_megatron.migration.boxes import Box, cells, merged
+from malleus_megatron.migration.boxes import Box, cells
 from malleus_megatron.migration.holdings import (
     BoxIndex,
     Holding,
@@ -99,7 +99,7 @@ class OwnerGroup:
 
 
 def owner_slices(holdings: Holdings) -> tuple[Slice, ...]:
-    """Cut every tensor into the few slices whose owners are the same throughout.
+    """Cut every tensor into the slices whose owners are the same throughout.
 
     Returns:
         Slices in one global order: deepest first, as a backward pass makes them ready; then by
@@ -149,18 +149,14 @@ def _slices_of_key(key: str, held: Sequence[tuple[int, Holding]]) -> Iterator[Sl
     check_held_once(held)
     index = BoxIndex(held)
     whole = held[0][1].global_shape
-    alike: dict[tuple[int, ...], list[Box]] = defaultdict(list)
     for cell, covering in cells(Box(offset=(0,) * len(whole), shape=whole), index.boxes):
-        if covering:
-            alike[covering].append(cell)
-    for covering, parts in alike.items():
         owners: dict[int, Holding] = {}
         for number in covering:
             for gpu, holding in index.holders(index.boxes[number]).items():
                 if owners.setdefault(gpu, holding) is not holding:
                     raise held_twice(gpu, holding)
-        for box in merged(parts):
-            yield _slice(key, box, owners)
+        if owners:
+            yield _slice(key, cell, owners)
 
 
 def _slice(key: str, box: Box, owners: dict[int, Holding]) -> Slice:

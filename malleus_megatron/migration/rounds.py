@@ -38,7 +38,8 @@ def cut_into_rounds(transfers: Iterable[Transfer], max_bytes: int) -> tuple[Roun
         MigrationError: a single element is larger than `max_bytes`.
     """
     parts = [part for move in transfers for part in _split(move, max_bytes)]
-    parts.sort(key=_turn)
+    num_gpus = 1 + max((max(part.source_gpu, part.destination_gpu) for part in parts), default=0)
+    parts.sort(key=lambda part: _turn(part, num_gpus))
     smallest = min((part.num_bytes for part in parts), default=0)
     room = _Room(max_bytes=max_bytes, full_bytes=max_bytes - smallest + 1)
     rounds: dict[int, list[Transfer]] = defaultdict(list)
@@ -61,9 +62,9 @@ def _split(move: Transfer, max_bytes: int) -> Iterator[Transfer]:
         yield replace(move, box=box)
 
 
-def _turn(move: Transfer) -> tuple[object, ...]:
-    # Pairs the same distance apart share no sender and no receiver: they fill a round together.
-    distance = move.destination_gpu - move.source_gpu
+def _turn(move: Transfer, num_gpus: int) -> tuple[object, ...]:
+    # Pairs the same way apart share no sender and no receiver: they fill a round together.
+    distance = (move.destination_gpu - move.source_gpu) % num_gpus
     return (-move.num_bytes, distance, move.source_gpu, move.key, move.box.offset)
 
 

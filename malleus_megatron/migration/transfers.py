@@ -116,22 +116,18 @@ class _Supply:
         self._known: dict[Box, list[tuple[Box, dict[int, Holding]]]] = {}
 
     def parts(self, box: Box) -> list[tuple[Box, dict[int, Holding]]]:
-        """Few boxes that make up this one, each with everyone who holds all of it."""
+        """The boxes that make up this one, each with everyone who holds all of it."""
         if box not in self._known:
             self._known[box] = list(self._cut(box))
         return self._known[box]
 
     def _cut(self, box: Box) -> Iterator[tuple[Box, dict[int, Holding]]]:
         others = self._index.overlapping(box)
-        alike: dict[tuple[int, ...], list[Box]] = defaultdict(list)
         for cell, covering in cells(box, others):
-            alike[covering].append(cell)
-        for covering, parts in alike.items():
             holders: dict[int, Holding] = {}
             for number in covering:
                 holders = {**self._index.holders(others[number]), **holders}
-            for part in merged(parts):
-                yield part, dict(sorted(holders.items()))
+            yield cell, dict(sorted(holders.items()))
 
 
 def _demands(wanted: Iterable[tuple[int, Holding]], supply: _Supply) -> Iterator[Demand]:

@@ -55,6 +55,11 @@ def test_merged_boxes_are_the_same_elements_and_no_more_boxes(
     assert (total(joined) == total(part)).all()
 
 
+def test_columns_apart_are_joined_each_for_itself() -> None:
+    part = [box_of([(row, row + 1), (col, col + 1)]) for row in range(3) for col in (0, 2)]
+    assert merged(part) == [box_of([(0, 3), (0, 1)]), box_of([(0, 3), (2, 3)])]
+
+
 @given(boxes(), st.integers(1, 130))
 def test_split_parts_are_the_whole_and_small(box: Box, max_elements: int) -> None:
     parts = list(box.split(max_elements))

@@ -1,6 +1,7 @@
 """Sums over slice owners against dense sums, and an order in which nobody waits for ever."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -134,6 +135,11 @@ def test_the_deepest_groups_come_first_and_fit_their_bound() -> None:
             num_bytes = group.num_elements * group.element_bytes
             assert num_bytes <= max_bytes or len(group.slices) == 1
             assert {part.owners for part in group.slices} == {group.owners}
+        for owners in {group.owners for group in groups}:
+            alike = [group for group in groups if group.owners == owners]
+            for first, second in itertools.pairwise(alike):
+                one_more = first.num_elements + second.slices[0].box.num_elements
+                assert one_more * first.element_bytes > max_bytes
 
 
 def test_unlike_tp_degrees_share_by_the_finest_cut() -> None:

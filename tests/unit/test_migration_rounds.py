@@ -104,10 +104,10 @@ def test_there_are_few_rounds() -> None:
 
 def test_all_gpus_are_busy_together() -> None:
     """Everyone sends the same to everyone: not one round more than its bytes need."""
-    pairs = [(a, b) for a in range(8) for b in range(8) if a != b]
+    pairs = [(a, b) for a in range(7) for b in range(7) if a != b]
     rounds = cut_into_rounds([transfer(pair, (16, 4)) for pair in pairs], 256)
-    assert len(rounds) == 7
-    assert all(len(one.transfers) == 8 for one in rounds)
+    assert len(rounds) == 6
+    assert all(len(one.transfers) == 7 for one in rounds)
 
 
 def test_a_large_transfer_is_cut_along_its_longest_axis() -> None:

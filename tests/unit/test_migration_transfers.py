@@ -141,6 +141,15 @@ def weight(gpu_rows: dict[int, tuple[int, int]], rows: int = 8) -> Holdings:
     }
 
 
+def test_what_comes_from_one_tensor_comes_in_one_piece() -> None:
+    """Others that hold parts of it do not cut it."""
+    held = weight({0: (0, 4), 1: (4, 8), 4: (0, 8)})
+    made = plan_transfers(held, weight({4: (0, 8), 5: (0, 8)}), nodes_of(4))
+    whole = Box(offset=(0, 0), shape=(8, 4))
+    assert [(one.source_gpu, one.box) for one in made.transfers] == [(4, whole)]
+    assert [(one.source_gpu, one.box) for one in made.copies] == [(4, whole)]
+
+
 def test_what_a_gpu_holds_stays_there() -> None:
     made = plan_transfers(weight({0: (0, 4), 1: (4, 8)}), weight({0: (2, 8)}), ONE_NODE)
     (copy,) = made.copies
