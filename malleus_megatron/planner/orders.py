@@ -1,0 +1,119 @@
+"""Orders of a pipeline's stages worth trying.
+
+Order matters through memory (an earlier stage holds more micro-batches in flight) and through
+embedding and head. Otherwise stages may stand in any order.
+
+Groups of one TP size: the slower ones stand where fewer layers fit. Say a faster group a stands
+where c_s layers fit and a slower b where c_t >= c_s do. Swap them: if b's layers fit c_s, keep
+layers with the groups; else swap the layers too, and then a has more of them than before and b
+fewer, so the sum of times falls and no limit is passed. Embedding and head take time only where
+they are, so the argument leaves out the first and the last stage if they take any: then every
+kind is tried there. What is left is where each TP size stands: that is enumerated if `complete`.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from malleus_megatron.planner.costs import SearchCosts
+from malleus_megatron.planner.grouping import Group
+from malleus_megatron.planner.layers import StageSpec
+
+type Order = tuple[Group, ...]
+
+
+def stage_specs(costs: SearchCosts, order: Order, most_inflight: int) -> list[StageSpec]:
+    """The stages of an order, none with more micro-batches in flight than given."""
+    times = dict(costs.time_by_degree)
+    last = len(order) - 1
+    return [
+        StageSpec(
+            times[size] * rate,
+            costs.first_extra * (j == 0) + costs.last_extra * (j == last),
+            costs.max_layers(size, min(last + 1 - j, most_inflight), first=j == 0, last=j == last),
+        )
+        for j, (size, rate) in enumerate(order)
+    ]
+
+
+def orders(
+    costs: SearchCosts, groups: Sequence[Group], most_inflight: int, *, complete: bool
+) -> Iterator[Order]:
+    """Orders among which a best one is (if `complete`), else a few good ones.
+
+    Args:
+        costs: The problem's numbers.
+        groups: One pipeline's.
+        most_inflight: Micro-batches of the pipeline, or more.
+        complete: Try every place of every TP size.
+    """
+    ranked = tuple(sorted(groups, key=lambda group: (-group[0], -group[1])))
+    if not costs.has_extras:
+        if not costs.limits_memory:
+            yield ranked
+            return
+        for sizes in _size_sequences(ranked, complete=complete):
+            yield _by_room(costs, ranked, sizes, most_inflight)
+        return
+    for first, last in _ends(ranked):
+        middle = list(ranked)
+        middle.remove(first)
+        if len(ranked) > 1:
+            middle.remove(last)
+        tail = (last,) if len(ranked) > 1 else ()
+        if not costs.limits_memory:
+            yield (first, *middle, *tail)
+            continue
+        for sizes in _size_sequences(tuple(middle), complete=complete):
+            yield (first, *_in_turn(middle, sizes), *tail)
+
+
+def _ends(ranked: Order) -> Iterator[tuple[Group, Group]]:
+    """Every pair of kinds for the first and the last stage."""
+    counts = Counter(ranked)
+    if len(ranked) == 1:
+        yield ranked[0], ranked[0]
+        return
+    for first in counts:
+        for last in counts:
+            if first != last or counts[first] > 1:
+                yield first, last
+
+
+def _size_sequences(groups: Order, *, complete: bool) -> Iterator[tuple[int, ...]]:
+    """Sequences of the groups' TP sizes: all different ones, or larger first alone."""
+    sizes = sorted((size for size, _ in groups), reverse=True)
+    if complete:
+        yield from _permutations(Counter(sizes), len(sizes))
+    else:
+        yield tuple(sizes)
+
+
+def _permutations(left: Counter[int], length: int) -> Iterator[tuple[int, ...]]:
+    if length == 0:
+        yield ()
+        return
+    for size in [size for size, count in left.items() if count]:
+        left[size] -= 1
+        for rest in _permutations(left, length - 1):
+            yield (size, *rest)
+        left[size] += 1
+
+
+def _in_turn(groups: Sequence[Group], sizes: tuple[int, ...]) -> Iterator[Group]:
+    """Groups (slower first) in a sequence of sizes."""
+    queues = {size: iter([g for g in groups if g[0] == size]) for size in set(sizes)}
+    return (next(queues[size]) for size in sizes)
+
+
+def _by_room(
+    costs: SearchCosts, ranked: Order, sizes: tuple[int, ...], most_inflight: int
+) -> Order:
+    """Within each size, slower groups where fewer layers fit (the head may take room at the end)."""
+    neutral = tuple((size, 1.0) for size in sizes)
+    room = [spec.max_layers for spec in stage_specs(costs, neutral, most_inflight)]
+    order = list(neutral)
+    for size in set(sizes):
+        places = sorted((j for j, s in enumerate(sizes) if s == size), key=lambda j: (room[j], j))
+        for place, group in zip(places, (g for g in ranked if g[0] == size), strict=True):
+            order[place] = group
+    return tuple(order)
