@@ -20,6 +20,9 @@ from malleus_megatron.planner.layers import StageSpec
 
 type Order = tuple[Group, ...]
 
+DEPTH_SLACKS = (1.0, 1.05)
+"""The slowest stage may take this times an even share."""
+
 
 def stage_specs(costs: SearchCosts, order: Order, most_inflight: int) -> list[StageSpec]:
     """The stages of an order, none with more micro-batches in flight than given."""
@@ -47,12 +50,19 @@ def orders(
         complete: Try every place of every TP size.
     """
     ranked = tuple(sorted(groups, key=lambda group: (-group[0], -group[1])))
+    if not ranked:
+        return
     if not costs.has_extras:
         if not costs.limits_memory:
             yield ranked
-            return
-        for sizes in _size_sequences(ranked, complete=complete):
-            yield _by_room(costs, ranked, sizes, most_inflight)
+        elif complete:
+            for sizes in _size_sequences(ranked):
+                yield _by_room(costs, ranked, sizes, most_inflight)
+        else:
+            yield from _deep_first(costs, ranked)
+        return
+    if costs.limits_memory and not complete:
+        yield from _few_ends(costs, ranked)
         return
     for first, last in _ends(ranked):
         middle = list(ranked)
@@ -63,7 +73,7 @@ def orders(
         if not costs.limits_memory:
             yield (first, *middle, *tail)
             continue
-        for sizes in _size_sequences(tuple(middle), complete=complete):
+        for sizes in _size_sequences(tuple(middle)):
             yield (first, *_in_turn(middle, sizes), *tail)
 
 
@@ -79,13 +89,50 @@ def _ends(ranked: Order) -> Iterator[tuple[Group, Group]]:
                 yield first, last
 
 
-def _size_sequences(groups: Order, *, complete: bool) -> Iterator[tuple[int, ...]]:
-    """Sequences of the groups' TP sizes: all different ones, or larger first alone."""
+def _deep_first(costs: SearchCosts, ranked: Order) -> Iterator[Order]:
+    """Good orders without trying all: those stand in front whose layers fit there.
+
+    Below a limit b a group of layer time y has up to b / y layers. It may stand as far in front as
+    its memory holds so many with the micro-batches in flight there; who can stand furthest in
+    front does. That is an earliest-deadline rule: if any order loses no layer to memory, it does.
+    Where all lose some, a slow group loses least, since it has few. Larger groups first is the
+    last resort: their memory is shared by most.
+    """
+    times = dict(costs.time_by_degree)
+    y_s = {group: times[group[0]] * group[1] for group in set(ranked)}
+    even_s = costs.num_layers / sum(1 / y_s[group] for group in ranked)
+    slow_first = tuple(sorted(ranked, key=lambda group: (-y_s[group], group)))
+    found = {slow_first: None, ranked: None}
+    for slack in DEPTH_SLACKS:
+        depth = {g: _depth(costs, g[0], even_s * slack / y_s[g], ranked) for g in y_s}
+        found[tuple(sorted(slow_first, key=lambda group: -depth[group]))] = None
+    yield from found
+
+
+def _depth(costs: SearchCosts, size: int, layers: float, ranked: Order) -> int:
+    """Most micro-batches in flight with which so many layers fit."""
+    num_layers = max(1, int(layers))
+    for inflight in range(len(ranked), 0, -1):
+        if costs.max_layers(size, inflight, first=False, last=False) >= num_layers:
+            return inflight
+    return 0
+
+
+def _few_ends(costs: SearchCosts, ranked: Order) -> Iterator[Order]:
+    """The good orders, and each kind moved to the front or to the end."""
+    for order in _deep_first(costs, ranked):
+        yield order
+        for group in sorted(set(order)):
+            rest = list(order)
+            rest.remove(group)
+            yield (group, *rest)
+            yield (*rest, group)
+
+
+def _size_sequences(groups: Order) -> Iterator[tuple[int, ...]]:
+    """All different sequences of the groups' TP sizes."""
     sizes = sorted((size for size, _ in groups), reverse=True)
-    if complete:
-        yield from _permutations(Counter(sizes), len(sizes))
-    else:
-        yield tuple(sizes)
+    yield from _permutations(Counter(sizes), len(sizes))
 
 
 def _permutations(left: Counter[int], length: int) -> Iterator[tuple[int, ...]]:
