@@ -24,14 +24,15 @@ from malleus_megatron.planner.mixes import Mix, Mixer
 from malleus_megatron.planner.prices import PriceProgram, Prices
 from malleus_megatron.planner.starts import NodeCuts
 
-FRACTION_STEPS = 8
-WHOLE_STEPS = 4
+STEPS = 6
+"""Halvings of the gap."""
 ROUNDS = 12
 """Rounds of new columns for one z."""
 FEW_PIPELINES = 8
 FEW_MICROBATCHES = 300
 """Up to so many of both, splits of micro-batches are looked at one by one."""
-COLUMNS = 24
+COLUMNS = 64
+FAR = 3
 """New columns a round."""
 COMMON_SHARE = 1 / 8
 """A rate that this share of all GPUs has is looked at in full."""
@@ -47,33 +48,19 @@ class BoundSearch:
         self.node_cuts = node_cuts
         self.num_pipelines = num_pipelines
         groups = sorted({group for found, _ in node_cuts for cut in found for group in cut})
+        common = common_rates(node_cuts)
         self.mixer = Mixer(
             costs,
             groups,
-            common=common_rates(node_cuts),
+            common=common,
             throughput=throughput(node_cuts, dict(costs.time_by_degree)),
         )
-        self.program = PriceProgram(costs, node_cuts, groups, num_pipelines)
+        self.program = PriceProgram(costs, node_cuts, groups, num_pipelines, common)
         self.prices = self.program.start()
 
-    def prove(self, low_s: float, high_s: float, goal_s: float) -> float:
-        """The largest z found to be out of reach, between a proved value and a plan's.
-
-        First in fractions of groups, which is quick; then in whole groups, from there on.
-
-        Args:
-            low_s: Proved already.
-            high_s: A plan's value: not out of reach.
-            goal_s: Enough; no need for more.
-        """
-        for whole, steps in ((False, FRACTION_STEPS), (True, WHOLE_STEPS)):
-            low_s = self._bisect(low_s, high_s, whole=whole, steps=steps)
-            if low_s >= goal_s:
-                break
-        return low_s
-
-    def _bisect(self, low_s: float, high_s: float, *, whole: bool, steps: int) -> float:
-        for _ in range(steps):
+    def bisect(self, low_s: float, high_s: float, *, whole: bool) -> float:
+        """The largest z found out of reach between a proved value and a plan's, roughly."""
+        for _ in range(STEPS):
             middle_s = (low_s + high_s) / 2
             if self.excludes(middle_s, whole=whole):
                 low_s = middle_s
@@ -95,10 +82,27 @@ class BoundSearch:
                 return True
             if number > 0 and prices.objective <= SAFETY:
                 return False
-            if not self.program.add(_most_violated(mixes, prices)):
+            if not self.program.add(self._most_violated(mixes)):
                 return False
             self.prices = self.program.solve()
         return False
+
+    def _most_violated(self, mixes: Sequence[Mix]) -> list[Mix]:
+        """Pipelines that cost less than they earn, the worst first, one for each m.
+
+        Those with about M / D micro-batches come first: they are what a plan is made of.
+        """
+        prices = self.prices
+        usual = self.costs.num_microbatches / (self.num_pipelines or 1)
+
+        def rank(mix: Mix) -> tuple[bool, float, int]:
+            num = mix.num_microbatches
+            far = self.num_pipelines is not None and not usual / FAR <= num <= usual * FAR
+            earned = prices.per_microbatch * num + prices.per_pipeline
+            return (far, mix.price - earned, num)
+
+        ranked = sorted(((rank(mix), mix) for mix in mixes), key=lambda pair: pair[0])
+        return [mix for (_, loss, _), mix in ranked if loss < 0][:COLUMNS]
 
     def _contradiction(self, mixes: Sequence[Mix]) -> bool:
         """Check that pipelines that do all micro-batches cost more than the nodes are worth."""
@@ -183,14 +187,3 @@ def hull_at(points: Sequence[tuple[int, float]], x: float) -> float:
         return before[1]
     share = (x - before[0]) / (after[0] - before[0])
     return before[1] + share * (after[1] - before[1])
-
-
-def _most_violated(mixes: Sequence[Mix], prices: Prices) -> list[Mix]:
-    """Pipelines that cost less than the prices pay them, the worst first, one for each m."""
-    worst: dict[int, tuple[float, Mix]] = {}
-    for mix in mixes:
-        loss = mix.price - prices.per_microbatch * mix.num_microbatches - prices.per_pipeline
-        if loss < worst.get(mix.num_microbatches, (0.0, mix))[0]:
-            worst[mix.num_microbatches] = (loss, mix)
-    ranked = sorted(worst.values(), key=lambda pair: (pair[0], pair[1].num_microbatches))
-    return [mix for _, mix in ranked[:COLUMNS]]

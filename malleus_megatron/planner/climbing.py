@@ -7,13 +7,13 @@ from random import Random
 from malleus_megatron.planner.costs import SearchCosts
 from malleus_megatron.planner.division import Division, divided
 from malleus_megatron.planner.local_search import LocalSearch
-from malleus_megatron.planner.pipelines import PipelineBook
+from malleus_megatron.planner.pipelines import Pattern, PipelineBook
 from malleus_megatron.planner.starts import NodeCuts, best_cuts, dealt
 from malleus_megatron.planner.state import State
 
-FILL_PRICES = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6)
+FILL_PRICES = (0.0, 0.01, 0.05, 0.1, 0.2, 0.4, 0.6)
 """In throughputs of a healthy group of the largest size."""
-MOST_CLIMBS = 6
+MOST_CLIMBS = 5
 PATIENCE = 40
 """Kicks without success before the search gives up."""
 EXCESS = 4.0
@@ -45,7 +45,24 @@ class Climber:
         self.effort = effort
         self.work = 0
         self.best: Division | None = None
+        self.best_state: State | None = None
         self._books: dict[int, PipelineBook] = {}
+        self._number = 1
+
+    def resume(self, state: State) -> None:
+        """Climb from a plan that was found elsewhere."""
+        search = self._search(len(state.patterns))
+        search.climb(state)
+        self._keep(search)
+
+    @property
+    def patterns(self) -> list[Pattern]:
+        """Every pipeline met so far."""
+        return [pattern for book in self._books.values() for pattern in book.known()]
+
+    def capacity(self, pattern: Pattern, limit_s: float) -> int:
+        """Micro-batches that a pipeline does within a limit."""
+        return self._book(self._number).capacity(pattern, limit_s)
 
     def run(self, numbers: list[int], progress: Progress | None = None) -> Division | None:
         """The best division found with one of these numbers of pipelines."""
@@ -64,6 +81,8 @@ class Climber:
                 return self.best
             if progress is not None and self.best is not None:
                 progress(self.best.value_s, 0.0)
+        if not climbs:
+            return self.best
         _, _, search = min(climbs)
         self._kick(search, random, progress)
         return self.best
@@ -122,7 +141,8 @@ class Climber:
         if search.best is not None and (
             self.best is None or search.best.value_s < self.best.value_s
         ):
-            self.best = search.best
+            self.best, self.best_state = search.best, search.best_state
+            self._number = len(search.best.patterns)
 
     def _reached(self) -> bool:
         return self.best is not None and self.best.value_s <= self.effort.goal_s

@@ -1,11 +1,14 @@
 """A division of groups into pipelines, with its micro-batches and its value."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from malleus_megatron.planner.batches import filled
 from malleus_megatron.planner.pipelines import Pattern, PipelineBook
+
+BISECTIONS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +23,32 @@ class Division:
 def divided(book: PipelineBook, patterns: Sequence[Pattern]) -> Division:
     """Share the micro-batches out exactly (why: `batches.balance_microbatches`).
 
-    Equal pipelines stand side by side. The value is inf where a pipeline cannot hold the model.
+    Every pipeline first gets what it can do within a limit at which that is not too much: the
+    greedy rule would do the same, one by one. Equal pipelines stand side by side. The value is inf
+    where a pipeline cannot hold the model.
     """
     ordered = tuple(sorted(patterns))
+    total = book.costs.num_microbatches
+    counts = _safe_counts(book, ordered, total)
     times = [partial(book.value, pattern) for pattern in ordered]
-    counts = filled(times, [1] * len(ordered), book.costs.num_microbatches)
+    counts = filled(times, counts, total)
     value_s = max(time_of(count) for time_of, count in zip(times, counts, strict=True))
     return Division(patterns=ordered, counts=tuple(counts), value_s=value_s)
+
+
+def _safe_counts(book: PipelineBook, patterns: Sequence[Pattern], total: int) -> list[int]:
+    number = Counter(patterns)
+    ones = [1] * len(patterns)
+    high_s = max(book.value(pattern, total) for pattern in number)
+    low_s = 0.0
+    if high_s == float("inf"):
+        return ones
+    counts = {pattern: 1 for pattern in number}
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        tried = {pattern: max(1, book.capacity(pattern, middle_s)) for pattern in number}
+        if sum(number[pattern] * count for pattern, count in tried.items()) <= total:
+            counts, low_s = tried, middle_s
+        else:
+            high_s = middle_s
+    return [counts[pattern] for pattern in patterns]

@@ -12,6 +12,7 @@ from itertools import combinations_with_replacement, product
 
 from malleus_megatron.planner.grouping import Cut, Group
 from malleus_megatron.planner.pipelines import Pattern, PipelineBook
+from malleus_megatron.planner.state import CutCounts
 
 type Counts = tuple[int, ...]
 """How many groups of each kind."""
@@ -20,8 +21,8 @@ STRICT = 1 - 1e-9
 """A better value is better by more than rounding."""
 
 
-def supplies(cuts_by_class: Sequence[tuple[Sequence[Cut], int]]) -> list[Pattern]:
-    """Every multiset of groups that the nodes can be cut into.
+def supplies(cuts_by_class: Sequence[tuple[Sequence[Cut], int]]) -> dict[Pattern, CutCounts]:
+    """Every multiset of groups that the nodes can be cut into, and cuts that give it.
 
     Args:
         cuts_by_class: For each class of equal nodes, its cuts and its number of nodes.
@@ -29,11 +30,13 @@ def supplies(cuts_by_class: Sequence[tuple[Sequence[Cut], int]]) -> list[Pattern
     choices = [
         list(combinations_with_replacement(found, number)) for found, number in cuts_by_class
     ]
-    found = {
-        tuple(sorted(group for per_class in choice for cut in per_class for group in cut))
-        for choice in product(*choices)
-    }
-    return sorted(found)
+    found: dict[Pattern, CutCounts] = {}
+    for choice in product(*choices):
+        supply = tuple(sorted(group for per_class in choice for cut in per_class for group in cut))
+        found.setdefault(
+            supply, tuple(tuple(sorted(Counter(per_class).items())) for per_class in choice)
+        )
+    return found
 
 
 def num_supplies(cuts_by_class: Sequence[tuple[Sequence[Cut], int]]) -> int:

@@ -19,6 +19,9 @@ type Cut = tuple[Group, ...]
 
 MAX_CUTS = 1500
 """More partial cuts of a node than this are not carried on: those with most throughput stay."""
+FEW_RATES = 6
+COARSENESS = 1.4
+"""More than a few different rates are made fewer for the bound: within this factor as one."""
 MAX_COMPARED = 300
 """Up to so many cuts are compared with each other."""
 
@@ -39,6 +42,31 @@ def node_classes(problem: Problem) -> tuple[NodeClass, ...]:
     for node, gpus in enumerate(problem.cluster.nodes()):
         usable = sorted(rates[gpu] for gpu in gpus if not isinf(rates[gpu]))
         nodes[tuple(usable)].append(node)
+    return tuple(NodeClass(rates=key, nodes=tuple(nodes[key])) for key in sorted(nodes))
+
+
+def coarse_classes(classes: tuple[NodeClass, ...]) -> tuple[NodeClass, ...]:
+    """The same nodes with few different rates, none slower than it is: a relaxation.
+
+    Rare rates within a factor are taken as the lowest of them. Making GPUs faster makes no plan
+    slower, so a lower bound for these nodes is one for the true ones.
+    """
+    number: dict[float, int] = defaultdict(int)
+    for node_class in classes:
+        for rate in node_class.rates:
+            number[rate] += len(node_class.nodes)
+    if len(number) <= FEW_RATES:
+        return classes
+    common = sorted(number, key=lambda rate: (-number[rate], rate))[:1]
+    lowest: dict[float, float] = {}
+    base = 0.0
+    for rate in sorted(number):
+        if rate in common or rate > base * COARSENESS or base in common:
+            base = rate
+        lowest[rate] = base
+    nodes: dict[tuple[float, ...], list[int]] = defaultdict(list)
+    for node_class in classes:
+        nodes[tuple(sorted(lowest[rate] for rate in node_class.rates))] += node_class.nodes
     return tuple(NodeClass(rates=key, nodes=tuple(nodes[key])) for key in sorted(nodes))
 
 

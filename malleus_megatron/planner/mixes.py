@@ -21,6 +21,7 @@ from itertools import pairwise
 from malleus_megatron.planner.costs import ROUNDING, SearchCosts
 from malleus_megatron.planner.grouping import Group
 from malleus_megatron.planner.knapsack import Counts, Item, cheapest_cover, cheapest_line
+from malleus_megatron.planner.pipelines import Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Trade:
         self.items = items
         self.num_layers = num_layers
         self.whole: set[float] = set()
+        self.whole_points: list[tuple[float, Counts]] = []
         hull: list[Item] = []
         for item in items:
             if hull and item.per_layer >= hull[-1].per_layer:
@@ -59,22 +61,24 @@ class Trade:
         """No groups with this fill or less cost less; and the slope of the line that says so."""
         return max([(base - slope * fill_s, slope) for base, slope in self.lines])
 
-    def refine(self, slope: float) -> bool:
-        """Look at whole groups on a line; False if that was done before."""
+    def refine(self, slope: float) -> Counts | None:
+        """Look at whole groups on a line; None if that was done before."""
         if slope in self.whole:
-            return False
-        if not self.whole:
-            self.points = []
+            return None
         self.whole.add(slope)
         line = cheapest_line(self.items, self.num_layers, slope)
         self.lines.append((line.base, slope))
-        self.points = sorted([*self.points, (line.fill_s, line.counts)])
-        return True
+        self.whole_points = sorted([*self.whole_points, (line.fill_s, line.counts)])
+        return line.counts
 
     def counts(self, fill_s: float) -> Counts:
         """Groups for the fill: two points mixed."""
-        below = [point for point in self.points if point[0] <= fill_s] or self.points[:1]
-        above = [point for point in self.points if point[0] > fill_s]
+        below = [point for point in self.whole_points if point[0] <= fill_s]
+        above = [point for point in self.whole_points if point[0] > fill_s]
+        if not below:
+            below = [point for point in self.points if point[0] <= fill_s] or self.points[:1]
+        if not self.whole:
+            above = [point for point in self.points if point[0] > fill_s]
         if not above or below[-1][0] >= fill_s:
             return below[-1][1]
         (low_s, low), (high_s, high) = below[-1], above[0]
@@ -117,6 +121,8 @@ class Mixer:
         self.fastest_s = self.y_by_group[self.groups[0]] if self.groups else float("inf")
         self.ends_s = (costs.first_extra + costs.last_extra) * self.fastest_s
         self.least_slowest_s = costs.num_layers / throughput * (1 - ROUNDING)
+        self.met: dict[Pattern, None] = {}
+        """Whole pipelines that were cheapest for some prices and limit."""
         self._room: dict[int, list[int]] = {}
         self._steps = self._all_steps() if costs.fill else []
 
@@ -150,6 +156,7 @@ class Mixer:
             mix = Mix(num, count * best.price, ((best.group, count),))
             if earned is not None and mix.price < earned[num - 1]:
                 mix = Mix(num, *cheapest_cover(items, num_layers, self._rooms(items, num)))
+                self._meet(mix.counts)
             if mix.price == float("inf"):
                 break
             found.append(mix)
@@ -190,7 +197,11 @@ class Mixer:
             for index in range(most):
                 fill_s = room_s - index * slowest_s
                 price, slope = trade.price(fill_s)
-                while earned is not None and price < earned[index] and trade.refine(slope):
+                while earned is not None and price < earned[index]:
+                    counts = trade.refine(slope)
+                    if counts is None:
+                        break
+                    self._meet(counts)
                     price, slope = trade.price(fill_s)
                 if price < least[index]:
                     least[index], origin[index] = price, (trade, fill_s)
@@ -199,6 +210,9 @@ class Mixer:
             for index, found in enumerate(origin)
             if found is not None
         ]
+
+    def _meet(self, counts: Counts) -> None:
+        self.met[tuple(group for group, count in counts for _ in range(round(count)))] = None
 
     def _all_steps(self) -> list[tuple[float, list[tuple[Group, float, int]]]]:
         """Every b at which a common kind may hold one layer more, and what the kinds hold there."""

@@ -55,6 +55,10 @@ class PipelineBook:
         fewer = range(len(pattern) - 1, most, -1)
         return next((m for m in fewer if self.value(pattern, m) <= limit_s), max(0, most))
 
+    def known(self) -> list[Pattern]:
+        """Every pipeline met so far that can hold the model."""
+        return [pattern for pattern, pairs in self._points.items() if pairs]
+
     def real_capacity(self, pattern: Pattern, limit_s: float) -> float:
         """The same with fractions of micro-batches: a smooth guide for a search."""
         fill = self.costs.fill

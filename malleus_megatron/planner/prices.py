@@ -3,11 +3,15 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from malleus_megatron.planner.costs import SearchCosts
 from malleus_megatron.planner.grouping import Group
 from malleus_megatron.planner.mixes import Mix
 from malleus_megatron.planner.starts import NodeCuts
+
+FREE_PRICES = 14
+"""Up to so many kinds of groups have each its own price."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,9 @@ class PriceProgram:
         node_cuts: NodeCuts,
         groups: Sequence[Group],
         num_pipelines: int | None,
+        common: frozenset[float],
     ) -> None:
+        self.common = common
         self.costs = costs
         self.node_cuts = node_cuts
         self.groups = groups
@@ -60,7 +66,7 @@ class PriceProgram:
 
         solver = pywraplp.Solver.CreateSolver("GLOP")
         infinity = solver.infinity()
-        price = {group: solver.NumVar(0, infinity, f"price{group}") for group in self.groups}
+        price = self._variables(solver)
         kappa = solver.NumVar(0, infinity, "kappa")
         free = self.num_pipelines is None
         mu = solver.NumVar(0 if free else -infinity, 0 if free else infinity, "mu")
@@ -80,11 +86,27 @@ class PriceProgram:
         if solver.Solve() != pywraplp.Solver.OPTIMAL:
             return self.start()
         return Prices(
-            by_group=self._monotone({group: price[group].solution_value() for group in price}),
+            by_group=self._monotone({g: float(price[g].solution_value()) for g in price}),
             per_microbatch=kappa.solution_value(),
             per_pipeline=mu.solution_value(),
             objective=solver.Objective().Value() - 1,
         )
+
+    def _variables(self, solver: Any) -> dict[Group, Any]:
+        """A price for each kind; those of rare rates, if many, all follow alpha / y - beta.
+
+        A rare kind's own price would be 0 until some pipeline with it was met, one after the other.
+        """
+        times = dict(self.costs.time_by_degree)
+        alpha = solver.NumVar(0, solver.infinity(), "alpha")
+        beta = solver.NumVar(0, solver.infinity(), "beta")
+        few = len(self.groups) <= FREE_PRICES
+        return {
+            group: solver.NumVar(0, solver.infinity(), f"price{group}")
+            if few or group[1] in self.common
+            else alpha * (1 / (times[group[0]] * group[1])) - beta
+            for group in self.groups
+        }
 
     def _neighbours(self) -> list[tuple[Group, Group]]:
         """Groups of one size, each with the next slower one."""

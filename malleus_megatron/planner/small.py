@@ -6,10 +6,10 @@ from math import inf
 from malleus_megatron.planner.division import Division, divided
 from malleus_megatron.planner.exact import STRICT, divide, num_subsets, num_supplies, supplies
 from malleus_megatron.planner.grouping import Cut
-from malleus_megatron.planner.pipelines import Pattern, PipelineBook
+from malleus_megatron.planner.pipelines import PipelineBook
+from malleus_megatron.planner.state import CutCounts
 
 MAX_SUPPLIES = 600
-MAX_SUBSETS = 300
 MAX_GPUS = 8
 
 
@@ -26,26 +26,22 @@ def best_division(
     book: PipelineBook,
     cuts_by_class: Sequence[tuple[Sequence[Cut], int]],
     num_pipelines: int | None,
-    start: Division | None = None,
-) -> Division | None:
-    """The optimal division; None if none is feasible.
+) -> tuple[Division, CutCounts] | None:
+    """The optimal division and the cuts that it needs; None if none is feasible.
 
     Args:
         book: A complete one.
         cuts_by_class: For each class of equal nodes, its undominated cuts and its number of nodes.
         num_pipelines: None: any number.
-        start: A division to be beaten.
     """
-    best = start
-    for supply in _widest_first(supplies(cuts_by_class)):
+    best: Division | None = None
+    needed: CutCounts = ()
+    by_supply = supplies(cuts_by_class)
+    for supply in sorted(by_supply, key=lambda supply: (num_subsets(supply), supply)):
         while True:
             limit_s = inf if best is None else best.value_s * STRICT
             patterns = divide(book, supply, num_pipelines, min(limit_s, 1e30))
             if patterns is None:
                 break
-            best = divided(book, patterns)
-    return best
-
-
-def _widest_first(found: list[Pattern]) -> list[Pattern]:
-    return sorted(found, key=lambda supply: (num_subsets(supply), supply))
+            best, needed = divided(book, patterns), by_supply[supply]
+    return None if best is None else (best, needed)
