@@ -52,3 +52,19 @@ def _safe_counts(book: PipelineBook, patterns: Sequence[Pattern], total: int) ->
         else:
             high_s = middle_s
     return [counts[pattern] for pattern in patterns]
+
+
+def without_idle_stragglers(book: PipelineBook, division: Division) -> Division:
+    """Leave out slow groups that the step does not need: their GPUs go on standby."""
+    patterns = []
+    for pattern, count in zip(division.patterns, division.counts, strict=True):
+        kept = pattern
+        for group in sorted(set(pattern), key=lambda group: (-group[1], group)):
+            while group[1] > 1 and group in kept and len(kept) > 1:
+                index = kept.index(group)
+                fewer = (*kept[:index], *kept[index + 1 :])
+                if book.value(fewer, count) > division.value_s:
+                    break
+                kept = fewer
+        patterns.append(kept)
+    return Division(patterns=tuple(patterns), counts=division.counts, value_s=division.value_s)

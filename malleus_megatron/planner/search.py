@@ -97,13 +97,10 @@ def _healthy_step_time_s(problem: Problem, plan: Plan) -> float:
     """The step if no GPU were slow: the best plan found for that, or this plan's own layout."""
     healthy = replace(problem, rates=Rates(), current_plan=None)
     own_s = plan_costs(healthy, plan).step_time_s
-    if healthy.counted_rates() == problem.counted_rates():
-        return own_s
-    costs = SearchCosts.of(healthy, plan.objective)
-    solution = solve(healthy, costs, Will(seed=0, thorough=False))
+    solution = solve(healthy, SearchCosts.of(healthy, STEP_TIME), Will(seed=0, thorough=False))
     if solution is None:
         return own_s
-    best = _named(healthy, plan.objective, solution)
+    best = _named(healthy, STEP_TIME, solution)
     return min(own_s, plan_costs(healthy, best).step_time_s)
 
 

@@ -8,7 +8,7 @@ from malleus_megatron.plan.problem import Problem
 from malleus_megatron.planner.bound import BoundSearch
 from malleus_megatron.planner.climbing import Climber, Effort
 from malleus_megatron.planner.costs import SearchCosts
-from malleus_megatron.planner.division import Division
+from malleus_megatron.planner.division import Division, without_idle_stragglers
 from malleus_megatron.planner.gap import Closing, close_gap
 from malleus_megatron.planner.grouping import NodeClass, coarse_classes, cuts, node_classes
 from malleus_megatron.planner.pipelines import Layout, PipelineBook
@@ -64,12 +64,14 @@ def solve(
         bound_s = close_gap(climber, bound, node_cuts, bound_s, closing)
         if progress is not None:
             progress(climber.best.value_s, bound_s)
-    best, state = climber.best, climber.best_state
+    state = climber.best_state
     if state is None:
         return None
+    book = PipelineBook(costs, complete=False)
+    best = without_idle_stragglers(book, climber.best)
     return Solution(
         division=best,
-        layouts=_layouts(PipelineBook(costs, complete=False), best),
+        layouts=_layouts(book, best),
         classes=classes,
         cut_counts=state.cut_counts,
         bound_s=bound_s,
@@ -116,7 +118,8 @@ def _exact(
     found = best_division(book, node_cuts, costs.problem.num_pipelines)
     if found is None:
         return None
-    division, cut_counts = found
+    optimal, cut_counts = found
+    division = without_idle_stragglers(book, optimal)
     return Solution(
         division=division,
         layouts=_layouts(book, division),
