@@ -45,10 +45,13 @@ def layer_splits(
     walk = _Walk(stages, num_layers)
     splits: list[LayerSplit] = []
     while walk.advance():
-        split = walk.split()
-        if not splits or split.fill_s < splits[-1].fill_s * (1 - ROUNDING):
-            splits.append(split)
-        if split.fill_s <= walk.least_fill_s * (1 + ROUNDING):
+        layers, fill_s = walk.fill()
+        if not splits or fill_s < splits[-1].fill_s * (1 - ROUNDING):
+            slowest_s = max(
+                [(n + s.extra) * s.y_s for n, s in zip(layers, stages, strict=True)]
+            )
+            splits.append(LayerSplit(slowest_s, fill_s, tuple(layers)))
+        if fill_s <= walk.least_fill_s * (1 + ROUNDING):
             break
         rise_s = (walk.limit_s - splits[0].slowest_s) * (least_microbatches - 1)
         if rise_s > splits[0].fill_s - walk.least_fill_s:
@@ -61,10 +64,13 @@ class _Walk:
 
     def __init__(self, stages: Sequence[StageSpec], num_layers: int) -> None:
         self.stages = stages
-        self.num_layers = num_layers
+        self.rest = num_layers - len(stages)
+        """Layers beyond the one that every stage has."""
         self.fastest_first = sorted(range(len(stages)), key=lambda j: (stages[j].y_s, j))
-        even_s = (num_layers + sum(s.extra for s in stages)) / sum(1 / s.y_s for s in stages)
-        self.limit_s = max(even_s, *((1 + s.extra) * s.y_s for s in stages))
+        self.ones_s = sum([(1 + s.extra) * s.y_s for s in stages])
+        even_s = num_layers + sum([s.extra for s in stages])
+        even_s /= sum([1 / s.y_s for s in stages])
+        self.limit_s = max([even_s, *[(1 + s.extra) * s.y_s for s in stages]])
         slack = 1 + ROUNDING / 10
         self.allowed = [
             max(1, min(s.max_layers, int(self.limit_s / s.y_s * slack - s.extra))) for s in stages
@@ -73,48 +79,79 @@ class _Walk:
             (self._rise_s(j), j) for j, s in enumerate(stages) if self.allowed[j] < s.max_layers
         ]
         heapq.heapify(self.rises)
+        self.marginal_s = float("inf")
+        """Layer time of the slowest stage with more than one layer."""
+        _, self.least_fill_s = self._fill([stage.max_layers for stage in stages])
         self.started = False
-        unlimited = self._fill([stage.max_layers for stage in stages])
-        self.least_fill_s = self._fill_s(unlimited)
 
     def advance(self) -> bool:
         """Raise b to the next value at which the layers fit and the fill may fall."""
         if not self.started:
             self.started = True
-            while sum(self.allowed) < self.num_layers:
-                self._rise()
+            missing = self.rest + len(self.stages) - sum(self.allowed)
+            while missing > 0:
+                missing -= len(self._rise())
             return True
-        if not self.rises:
-            return False
-        self._rise()
-        return True
+        while self.rises:
+            if any(self.stages[j].y_s < self.marginal_s for j in self._rise()):
+                return True
+        return False
 
-    def split(self) -> LayerSplit:
-        """The split with least fill under the present limit."""
-        layers = self._fill(self.allowed)
-        slowest_s = max((n + s.extra) * s.y_s for n, s in zip(layers, self.stages, strict=True))
-        return LayerSplit(slowest_s, self._fill_s(layers), tuple(layers))
+    def fill(self) -> tuple[list[int], float]:
+        """The layers with least fill under the present limit, and that fill."""
+        return self._fill(self.allowed)
 
-    def _rise(self) -> None:
-        """Allow one more layer wherever the next limit does."""
+    def _rise(self) -> list[int]:
+        """Allow one more layer wherever the next limit does; the stages that may have it."""
         self.limit_s = self.rises[0][0]
+        risen = []
         while self.rises and self.rises[0][0] <= self.limit_s * (1 + ROUNDING / 10):
             _, j = heapq.heappop(self.rises)
+            risen.append(j)
             self.allowed[j] += 1
             if self.allowed[j] < self.stages[j].max_layers:
                 heapq.heappush(self.rises, (self._rise_s(j), j))
+        return risen
 
     def _rise_s(self, j: int) -> float:
         return (self.allowed[j] + 1 + self.stages[j].extra) * self.stages[j].y_s
 
-    def _fill(self, allowed: Sequence[int]) -> list[int]:
+    def _fill(self, allowed: Sequence[int]) -> tuple[list[int], float]:
         layers = [1] * len(self.stages)
-        rest = self.num_layers - len(layers)
+        rest = self.rest
+        fill_s = self.ones_s
         for j in self.fastest_first:
+            if rest == 0:
+                break
             taken = min(allowed[j] - 1, rest)
             layers[j] += taken
             rest -= taken
-        return layers
+            fill_s += taken * self.stages[j].y_s
+            self.marginal_s = self.stages[j].y_s
+        return layers, fill_s
 
-    def _fill_s(self, layers: Sequence[int]) -> float:
-        return sum((n + s.extra) * s.y_s for n, s in zip(layers, self.stages, strict=True))
+
+def evened(stages: Sequence[StageSpec], split: LayerSplit) -> LayerSplit:
+    """The same split with equally fast stages as equal as may be: neither figure changes for worse.
+
+    A layer moves from the fuller of two stages of equal y to the emptier one while that leaves it
+    below; so the heaviest stage gets lighter, in time and in memory.
+    """
+    layers = list(split.layers)
+
+    def load(j: int) -> float:
+        return layers[j] + stages[j].extra
+
+    moved = True
+    while moved:
+        moved = False
+        for y_s in {stage.y_s for stage in stages}:
+            alike = [j for j, stage in enumerate(stages) if stage.y_s == y_s]
+            room = [j for j in alike if layers[j] < stages[j].max_layers]
+            source = max((j for j in alike if layers[j] > 1), key=load, default=None)
+            target = min(room, key=lambda j: (load(j), -j), default=None)
+            if source is not None and target is not None and load(source) > load(target) + 1:
+                layers[source] -= 1
+                layers[target] += 1
+                moved = True
+    return LayerSplit(split.slowest_s, split.fill_s, tuple(layers))

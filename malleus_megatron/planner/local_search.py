@@ -33,6 +33,8 @@ FRACTION = 0.25
 LEAST_GAIN = 1e-6
 NEW_PATTERN = 8
 """A pattern not scored before takes the time of so many moves."""
+RECUT_SHARE = 0.4
+"""Of random moves."""
 MOST_CHANGED = 6
 """Groups lost and won by cutting one node otherwise; more change comes in steps."""
 HOPELESS = -1000.0
@@ -84,10 +86,24 @@ class LocalSearch:
     def kick(self, state: State, random: Random) -> State:
         """One to three random moves away from a state."""
         for _ in range(random.randint(1, 3)):
-            moves = [*transfers(state), *swaps(state), *self.recuts(state)]
+            moves = self._random_recut(state, random) if random.random() < RECUT_SHARE else []
+            if not moves:
+                few = [random.randrange(len(state.patterns)) for _ in range(2)]
+                moves = [*transfers(state, few), *swaps(state, few)]
             if moves:
                 state = applied(state, random.choice(moves))
         return state
+
+    def _random_recut(self, state: State, random: Random) -> list[Move]:
+        node_class = random.randrange(len(state.cut_counts))
+        old, _ = random.choice(state.cut_counts[node_class])
+        options = self._recuts_of(node_class, old)
+        if not options:
+            return []
+        new, removed, added = random.choice(options)
+        changed = recut(state.cut_counts, node_class, old, new)
+        where = (Counter(state.spare), distinct(state.patterns))
+        return list(self._exchanged(state, where, removed, added, changed))
 
     def score(self, pattern: Pattern) -> float:
         """Whole micro-batches below the limit, and a part of the fraction."""
@@ -210,9 +226,9 @@ class LocalSearch:
         return kept
 
 
-def transfers(state: State) -> Iterator[Move]:
+def transfers(state: State, pipelines: list[int] | None = None) -> Iterator[Move]:
     """One group to another pipeline, to the spare ones, or from them."""
-    places = distinct(state.patterns)
+    places = distinct(state.patterns) if pipelines is None else sorted(set(pipelines))
     for source in places:
         pattern = state.patterns[source]
         if len(pattern) == 1:
@@ -230,9 +246,9 @@ def transfers(state: State) -> Iterator[Move]:
             yield Move(patterns=(more,), spare_less=(group,))
 
 
-def swaps(state: State) -> Iterator[Move]:
+def swaps(state: State, pipelines: list[int] | None = None) -> Iterator[Move]:
     """Two unlike groups change places."""
-    places = distinct(state.patterns)
+    places = distinct(state.patterns) if pipelines is None else sorted(set(pipelines))
     for i in places:
         mine = state.patterns[i]
         for given in sorted(set(mine)):

@@ -14,7 +14,7 @@ from malleus_megatron.planner.pipelines import Pattern
 from malleus_megatron.planner.starts import NodeCuts
 from malleus_megatron.planner.state import CutCounts, State, supply_of
 
-WORK = 0.4
+WORK = 0.2
 """Deterministic time of the solver, about seconds."""
 
 

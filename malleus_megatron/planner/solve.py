@@ -11,6 +11,8 @@ from malleus_megatron.planner.costs import SearchCosts
 from malleus_megatron.planner.division import Division, without_idle_stragglers
 from malleus_megatron.planner.gap import Closing, close_gap
 from malleus_megatron.planner.grouping import NodeClass, coarse_classes, cuts, node_classes
+from malleus_megatron.planner.layers import evened
+from malleus_megatron.planner.orders import stage_specs
 from malleus_megatron.planner.pipelines import Layout, PipelineBook
 from malleus_megatron.planner.small import best_division, is_small
 from malleus_megatron.planner.starts import NodeCuts
@@ -179,5 +181,6 @@ def _layouts(book: PipelineBook, division: Division) -> tuple[Layout, ...]:
         layout = book.layout(pattern, count)
         if layout is None:
             raise AssertionError(f"the pipeline {pattern} was chosen but does not fit")
-        layouts.append(layout)
+        specs = stage_specs(book.costs, layout.order, count)
+        layouts.append(Layout(layout.order, evened(specs, layout.split)))
     return tuple(layouts)

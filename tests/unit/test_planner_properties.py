@@ -77,7 +77,7 @@ def test_slower_never_shortens_and_healthy_never_lengthens(
     assert step_s(healthy)[0] <= now_s * (1 + 1e-9)
 
 
-@settings(FEW, max_examples=15)
+@settings(FEW, max_examples=5)
 @given(rates=st.dictionaries(st.integers(0, 31), st.floats(1.1, 9), max_size=5), data=st.data())
 def test_monotone_up_to_the_certified_gap_where_search_is_not_exact(
     rates: dict[int, float], data: st.DataObject
