@@ -29,9 +29,7 @@ def node_throughput(
     return list(accumulate(best, max))[-1]
 
 
-def fluid_bottleneck_s(
-    num_layers: int, num_microbatches: int, layers_per_second: float
-) -> float:
+def fluid_bottleneck_s(num_layers: int, num_microbatches: int, layers_per_second: float) -> float:
     """m_i max_j l_ij y_ij >= Z implies Z >= L M / C, C the cluster's throughput.
 
     In pipeline i some stage takes at least L / C_i, C_i = sum_j 1 / y_ij, since l_ij <= b_i / y_ij

@@ -1,6 +1,6 @@
 """What the planner is asked: a cluster, a model's costs, a batch, the freedom it has, the rates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from malleus_megatron.errors import BadInputError
@@ -100,7 +100,7 @@ class Problem:
     """None: the planner chooses."""
     rate_floor: float = HEALTHY
     """A rate below it counts as 1."""
-    rates: Rates = Rates()
+    rates: Rates = field(default_factory=Rates)
     current_plan: Plan | None = None
 
     def __post_init__(self) -> None:
@@ -136,8 +136,7 @@ class Problem:
                 )
             if size not in known:
                 raise BadInputError(
-                    f"{where}: {size} has no time in model.layer_time_s; "
-                    f"it has {sorted(known)}."
+                    f"{where}: {size} has no time in model.layer_time_s; it has {sorted(known)}."
                 )
 
     def _check_pipelines(self) -> None:

@@ -144,4 +144,6 @@ def _check_counts(
     if len(current) != len(pipelines):
         raise BadInputError(f"{len(current)} current counts for {len(pipelines)} pipelines.")
     if min(current) < 1:
-        raise BadInputError(f"Current micro-batches {list(current)}; every pipeline has at least 1.")
+        raise BadInputError(
+            f"Current micro-batches {list(current)}; every pipeline has at least 1."
+        )

@@ -1,27 +1,24 @@
-"""A proof that no plan is better than some value: prices for groups, found by linear programming.
+"""A proof that no plan is better than some value: prices for groups, by linear programming.
 
-Suppose a plan with value <= z exists. Give every kind of group a price >= 0. Each pipeline i, with m_i
-micro-batches, has groups worth at least C(m_i) (`mixes`). All its groups come from nodes, and no cut
-of node v is worth more than V_v. So sum_i C(m_i) <= sum_v V_v. With any reward kappa per micro-batch,
-C(m) >= kappa m + mu for mu = min over m of C(m) - kappa m, hence, D pipelines doing M micro-batches,
+Suppose a plan with value <= z exists. Give every kind of group a price >= 0. Pipeline i, with m_i
+micro-batches, has groups worth at least C(m_i) (`mixes`). All groups come from nodes, and no cut of
+node v is worth more than V_v. So sum_i C(m_i) <= sum_v V_v. If the least sum of C over all splits
+of the micro-batches is more than that, no plan has a value <= z.
 
-    kappa M + mu D <= sum_v V_v .
-
-Prices that break this prove that no plan reaches z. The best prices are the dual of a linear program
-over (relaxed) pipelines and cuts; its columns are made when needed. The proof does not rest on the
-solver: the inequality is checked with the prices at hand, against every b and m.
-
-Prices must not rise with a group's rate, since only undominated cuts of a node are looked at; with
-such prices a dominated cut is never worth more.
+The best prices are the dual of a linear program over relaxed pipelines and cuts, whose columns are
+made when needed. The proof does not rest on the solver or on these columns: the inequality is
+checked with the prices at hand, over every b, every m and every cut. Prices must not rise with a
+group's rate; then V_v is a sum over consecutive blocks of the node's GPUs (`grouping`).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from malleus_megatron.cost.bounds import node_throughput
 from malleus_megatron.planner.costs import SearchCosts
-from malleus_megatron.planner.grouping import Group
+from malleus_megatron.planner.grouping import Group, NodeClass
 from malleus_megatron.planner.mixes import Mix, Mixer
-from malleus_megatron.planner.prices import PriceProgram, Prices
+from malleus_megatron.planner.prices import PriceProgram
 from malleus_megatron.planner.starts import NodeCuts
 
 STEPS = 6
@@ -43,19 +40,25 @@ SAFETY = 1e-7
 class BoundSearch:
     """Largest z that can be proved out of reach, between two values."""
 
-    def __init__(self, costs: SearchCosts, node_cuts: NodeCuts, num_pipelines: int | None) -> None:
+    def __init__(
+        self, costs: SearchCosts, classes: Sequence[NodeClass], node_cuts: NodeCuts
+    ) -> None:
         self.costs = costs
-        self.node_cuts = node_cuts
-        self.num_pipelines = num_pipelines
-        groups = sorted({group for found, _ in node_cuts for cut in found for group in cut})
-        common = common_rates(node_cuts)
+        self.classes = classes
+        self.sizes = costs.problem.tensor_parallel_sizes
+        self.num_pipelines = costs.problem.num_pipelines
+        groups = _all_groups(classes, self.sizes)
+        common = common_rates(classes)
+        times = dict(costs.time_by_degree)
         self.mixer = Mixer(
             costs,
             groups,
             common=common,
-            throughput=throughput(node_cuts, dict(costs.time_by_degree)),
+            throughput=sum(
+                len(c.nodes) * node_throughput(c.rates, self.sizes, times) for c in classes
+            ),
         )
-        self.program = PriceProgram(costs, node_cuts, groups, num_pipelines, common)
+        self.program = PriceProgram(costs, node_cuts, groups, common)
         self.prices = self.program.start()
 
     def bisect(self, low_s: float, high_s: float, *, whole: bool) -> float:
@@ -107,30 +110,43 @@ class BoundSearch:
     def _contradiction(self, mixes: Sequence[Mix]) -> bool:
         """Check that pipelines that do all micro-batches cost more than the nodes are worth."""
         worth = sum(
-            number * max((sum(self.prices.by_group[g] for g in cut) for cut in found), default=0.0)
-            for found, number in self.node_cuts
+            len(c.nodes) * node_worth(c.rates, self.sizes, self.prices.by_group)
+            for c in self.classes
         )
         points = [(mix.num_microbatches, mix.price) for mix in mixes]
         need = least_price(points, self.costs.num_microbatches, self.num_pipelines)
         return need > worth * (1 + SAFETY)
 
 
-def common_rates(node_cuts: NodeCuts) -> frozenset[float]:
+def node_worth(rates: Sequence[float], sizes: Sequence[int], price: Mapping[Group, float]) -> float:
+    """What the groups of a node are worth at most, over all its cuts."""
+    best = [0.0] * (len(rates) + 1)
+    for end, rate in enumerate(rates, start=1):
+        best[end] = best[end - 1]
+        for size in sizes:
+            if size <= end:
+                best[end] = max(best[end], best[end - size] + price[size, rate])
+    return best[-1]
+
+
+def common_rates(classes: Sequence[NodeClass]) -> frozenset[float]:
     """Rates that many GPUs have: they decide where a stage's limit on layers steps."""
-    number: dict[float, int] = {}
-    for found, nodes in node_cuts:
-        for size, rate in max(found, key=len, default=()):
-            number[rate] = number.get(rate, 0) + size * nodes
+    number = Counter(rate for c in classes for rate in c.rates for _ in c.nodes)
     ranked = sorted(number, key=lambda rate: (-number[rate], rate))
-    least = sum(number.values()) * COMMON_SHARE
+    least = number.total() * COMMON_SHARE
     return frozenset(rate for i, rate in enumerate(ranked) if i == 0 or number[rate] >= least)
 
 
-def throughput(node_cuts: NodeCuts, times: Mapping[int, float]) -> float:
-    """Layers per second that the cluster can do at most: each node cut for the most of it."""
-    return sum(
-        number * max((sum(1 / (times[s] * rate) for s, rate in cut) for cut in found), default=0.0)
-        for found, number in node_cuts
+def _all_groups(classes: Sequence[NodeClass], sizes: Sequence[int]) -> list[Group]:
+    """Every kind of group that blocks of a node's GPUs, fastest first, can be."""
+    return sorted(
+        {
+            (size, rate)
+            for c in classes
+            for end, rate in enumerate(c.rates, start=1)
+            for size in sizes
+            if size <= end
+        }
     )
 
 

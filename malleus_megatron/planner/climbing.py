@@ -1,4 +1,4 @@
-"""The search of large clusters: several first plans, climbs, kicks, until the goal or the budget."""
+"""The search of large clusters: first plans, climbs, kicks, until the goal or the budget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Climber:
         starts = self._starts(numbers)
         if not starts:
             return None
-        climbs = []
+        climbs: list[tuple[float, int, LocalSearch]] = []
         for number, state in starts[:MOST_CLIMBS]:
             search = self._search(number)
             search.climb(state)

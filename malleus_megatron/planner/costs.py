@@ -13,7 +13,9 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchCosts:
-    """Both objectives in one form: fill * sum_j t_j + (m - fill) * max_j t_j, t_j = (l_j + e_j) y_j.
+    """Both objectives in one form: fill * sum_j t_j + (m - fill) * max_j t_j.
+
+    A stage takes t_j = (l_j + e_j) y_j.
 
     Step time is fill = 1. The published objective is fill = 0 with e_j = 0. All in seconds.
     """

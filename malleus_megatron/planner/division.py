@@ -43,7 +43,7 @@ def _safe_counts(book: PipelineBook, patterns: Sequence[Pattern], total: int) ->
     low_s = 0.0
     if high_s == float("inf"):
         return ones
-    counts = {pattern: 1 for pattern in number}
+    counts = dict.fromkeys(number, 1)
     for _ in range(BISECTIONS):
         middle_s = (low_s + high_s) / 2
         tried = {pattern: max(1, book.capacity(pattern, middle_s)) for pattern in number}

@@ -6,7 +6,7 @@ of the node do too. Giving G_1 the s_1 fastest, G_2 the next s_2, and so on, mak
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isinf
 
@@ -17,11 +17,12 @@ type Group = tuple[int, float]
 type Cut = tuple[Group, ...]
 """Groups of one node, sorted."""
 
-MAX_CUTS = 1500
-"""More partial cuts of a node than this are not carried on: those with most throughput stay."""
+MAX_CUTS = 300
+"""More partial cuts of a node than this are not carried on."""
 FEW_RATES = 6
 COARSENESS = 1.4
-"""More than a few different rates are made fewer for the bound: within this factor as one."""
+BUCKETS = 8
+"""More than a few different rates are made so many for the bound, or within this factor as one."""
 MAX_COMPARED = 300
 """Up to so many cuts are compared with each other."""
 
@@ -58,10 +59,12 @@ def coarse_classes(classes: tuple[NodeClass, ...]) -> tuple[NodeClass, ...]:
     if len(number) <= FEW_RATES:
         return classes
     common = sorted(number, key=lambda rate: (-number[rate], rate))[:1]
+    rare = sorted(rate for rate in number if rate not in common)
+    factor = min(COARSENESS, (rare[-1] / rare[0]) ** (1 / BUCKETS))
     lowest: dict[float, float] = {}
     base = 0.0
     for rate in sorted(number):
-        if rate in common or rate > base * COARSENESS or base in common:
+        if rate in common or rate > base * factor or base in common:
             base = rate
         lowest[rate] = base
     nodes: dict[tuple[float, ...], list[int]] = defaultdict(list)
@@ -87,15 +90,32 @@ def cuts(
 
     partial: list[set[Cut]] = [{()}, *(set() for _ in rates)]
     for start in range(len(rates)):
-        kept = sorted(partial[start], key=lambda cut: (-throughput(cut), cut))[:MAX_CUTS]
+        kept = _diverse(partial[start], throughput)
         for size in ordered:
             end = start + size
             if end <= len(rates):
                 group = (size, rates[end - 1])
                 partial[end] |= {tuple(sorted((*cut, group))) for cut in kept}
     ended = range(max(0, len(rates) - ordered[0] + 1), len(rates) + 1)
-    found = sorted({cut for end in ended for cut in partial[end]}, key=lambda c: (-throughput(c), c))
-    return tuple(_undominated(found[:MAX_CUTS]))
+    found = _diverse({cut for end in ended for cut in partial[end]}, throughput)
+    return tuple(_undominated(found))
+
+
+def _diverse(found: set[Cut], throughput: Callable[[Cut], float]) -> list[Cut]:
+    """All cuts, best first, if they are few; else the best of each number of groups, in turn.
+
+    Many small groups have most throughput, few large ones least fill: both must stay.
+    """
+    ranked = sorted(found, key=lambda cut: (-throughput(cut), cut))
+    if len(ranked) <= MAX_CUTS:
+        return ranked
+    turns: dict[int, int] = defaultdict(int)
+    by_turn = []
+    for cut in ranked:
+        by_turn.append((turns[len(cut)], cut))
+        turns[len(cut)] += 1
+    by_turn.sort(key=lambda pair: pair[0])
+    return [cut for _, cut in by_turn[:MAX_CUTS]]
 
 
 def _undominated(found: list[Cut]) -> list[Cut]:

@@ -17,9 +17,7 @@ def check_possible(problem: Problem) -> None:
     """
     rates = problem.counted_rates()
     smallest = min(problem.tensor_parallel_sizes)
-    usable = [
-        sum(1 for gpu in gpus if not isinf(rates[gpu])) for gpus in problem.cluster.nodes()
-    ]
+    usable = [sum(1 for gpu in gpus if not isinf(rates[gpu])) for gpus in problem.cluster.nodes()]
     groups = sum(number // smallest for number in usable)
     wanted = problem.num_pipelines or 1
     if groups < wanted:
@@ -55,8 +53,9 @@ def no_plan(problem: Problem) -> InfeasiblePlanError:
     wanted = problem.num_pipelines or 1
     each = costs.max_layers(largest, 1, first=False, last=False)
     return InfeasiblePlanError(
-        f"{wanted} pipeline(s) of {problem.model.num_layers} layers do not fit: {usable} usable GPUs "
-        f"form {usable // largest} TP groups of {largest}, each with room for {each} layers at one "
-        f"micro-batch in flight and for fewer further from the end, within cluster.memory_mib "
-        f"{problem.cluster.memory_mib}. Add memory or GPUs, or lower parallel.num_pipelines."
+        f"{wanted} pipeline(s) of {problem.model.num_layers} layers do not fit: {usable} usable "
+        f"GPUs form {usable // largest} TP groups of {largest}, each with room for {each} layers "
+        f"at one micro-batch in flight and for fewer further from the end, within "
+        f"cluster.memory_mib {problem.cluster.memory_mib}. Add memory or GPUs, or lower "
+        "parallel.num_pipelines."
     )

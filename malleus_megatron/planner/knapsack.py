@@ -43,9 +43,9 @@ def cheapest_line(items: Sequence[Item], num_layers: int, slope: float) -> Line:
         best, chosen = inf, -1
         for i, layers, cost in costs:
             if layers <= total:
-                cost += full[total - layers]
-                if cost < best:
-                    best, chosen = cost, i
+                whole = cost + full[total - layers]
+                if whole < best:
+                    best, chosen = whole, i
         full.append(best)
         last.append(chosen)
     best, rest, partial = full[num_layers], 0, -1

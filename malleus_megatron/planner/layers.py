@@ -47,9 +47,7 @@ def layer_splits(
     while walk.advance():
         layers, fill_s = walk.fill()
         if not splits or fill_s < splits[-1].fill_s * (1 - ROUNDING):
-            slowest_s = max(
-                [(n + s.extra) * s.y_s for n, s in zip(layers, stages, strict=True)]
-            )
+            slowest_s = max([(n + s.extra) * s.y_s for n, s in zip(layers, stages, strict=True)])
             splits.append(LayerSplit(slowest_s, fill_s, tuple(layers)))
         if fill_s <= walk.least_fill_s * (1 + ROUNDING):
             break

@@ -68,7 +68,9 @@ class LocalSearch:
     @property
     def done(self) -> bool:
         """Out of budget, or as good as was asked."""
-        return self.work >= self.budget or (self.best is not None and self.best.value_s <= self.goal_s)
+        return self.work >= self.budget or (
+            self.best is not None and self.best.value_s <= self.goal_s
+        )
 
     def climb(self, state: State) -> State:
         """Take improving moves until there are none."""

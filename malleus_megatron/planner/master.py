@@ -8,6 +8,7 @@ knapsacks find, each cheapest under the prices for some limit; here they are put
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from malleus_megatron.planner.grouping import Cut
 from malleus_megatron.planner.pipelines import Pattern
@@ -31,7 +32,7 @@ class Choice:
 
 def choose(choice: Choice) -> State | None:
     """Pipelines that do all micro-batches, or None if none are found."""
-    from ortools.linear_solver import pywraplp
+    from ortools.linear_solver import pywraplp  # noqa: PLC0415 (slow to import)
 
     solver = pywraplp.Solver.CreateSolver("SAT")
     solver.SetSolverSpecificParametersAsString(
@@ -63,15 +64,14 @@ def choose(choice: Choice) -> State | None:
     solver.Add(total >= choice.num_microbatches)
     if solver.Solve() not in {pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE}:
         return None
-    patterns = [
-        pattern for pattern, variable in taken.items() for _ in range(_whole(variable))
-    ]
+    patterns = [pattern for pattern, variable in taken.items() for _ in range(_whole(variable))]
     counts = [[(option, _whole(v)) for option, v in options.items()] for options in cut]
     return _state(patterns, counts)
 
 
-def _whole(variable: object) -> int:
-    return round(variable.solution_value())  # type: ignore[attr-defined]
+def _whole(variable: Any) -> int:
+    value: float = variable.solution_value()
+    return round(value)
 
 
 def _state(patterns: Iterable[Pattern], counts: Iterable[Iterable[tuple[Cut, int]]]) -> State:
@@ -83,6 +83,4 @@ def _state(patterns: Iterable[Pattern], counts: Iterable[Iterable[tuple[Cut, int
     spare = supply_of(cut_counts)
     for pattern in chosen:
         spare.subtract(pattern)
-    return State(
-        cut_counts=cut_counts, patterns=chosen, spare=tuple(sorted(spare.elements()))
-    )
+    return State(cut_counts=cut_counts, patterns=chosen, spare=tuple(sorted(spare.elements())))

@@ -148,7 +148,8 @@ class Mixer:
         found: list[Mix] = []
         num_layers = self.costs.num_layers
         for num in range(1, self.costs.num_microbatches + 1):
-            items = _worthwhile(self._holding(limit_s / num, limit_s / num), prices)
+            holding = self._holding(limit_s / num, limit_s / num)
+            items = _worthwhile(holding, prices, by_place=self.costs.limits_memory)
             if not items or limit_s / num < self.least_slowest_s:
                 break
             best = min(items, key=lambda item: item.per_layer)
@@ -183,7 +184,7 @@ class Mixer:
     def _fill_curve(
         self, prices: Mapping[Group, float], limit_s: float, earned: Sequence[float] | None
     ) -> list[Mix]:
-        """For each m the least over all b. Between two b's the fill's room is taken at the lower."""
+        """For each m the least over all b. Between two b's the room is taken at the lower."""
         costs = self.costs
         room_s = limit_s - self.ends_s
         least = [float("inf")] * costs.num_microbatches
@@ -192,7 +193,7 @@ class Mixer:
         for slowest_s, holding in self._steps:
             if slowest_s > limit_s * (1 + ROUNDING):
                 break
-            trade = Trade(_worthwhile(holding, prices), costs.num_layers)
+            trade = Trade(_worthwhile(holding, prices, by_place=False), costs.num_layers)
             most = min(costs.num_microbatches, 1 + int((room_s - least_s) / slowest_s))
             for index in range(most):
                 fill_s = room_s - index * slowest_s
@@ -246,14 +247,19 @@ class Mixer:
 
 
 def _worthwhile(
-    holding: Sequence[tuple[Group, float, int]], prices: Mapping[Group, float]
+    holding: Sequence[tuple[Group, float, int]], prices: Mapping[Group, float], *, by_place: bool
 ) -> list[Item]:
-    """Kinds that no faster kind beats in price and layers."""
+    """Kinds that no faster kind beats in price and layers.
+
+    Where each place has its own room (`by_place`), only a kind of no smaller size can: it has room
+    wherever the other has.
+    """
     items: list[Item] = []
     for group, y_s, layers in holding:
         price = prices[group]
         for item in items:
-            if item.price <= price and item.layers >= layers:
+            wide = not by_place or item.group[0] >= group[0]
+            if wide and item.price <= price and item.layers >= layers:
                 break
         else:
             items.append(Item(group, y_s, layers, price, price / layers))

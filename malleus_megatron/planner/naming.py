@@ -115,7 +115,7 @@ def _least_moved(
 
 def _assignment(costs: Sequence[tuple[int, int, int]], size: int) -> dict[int, int]:
     """The cheapest one-to-one assignment of rows to columns."""
-    from ortools.graph.python import linear_sum_assignment
+    from ortools.graph.python import linear_sum_assignment  # noqa: PLC0415 (slow to import)
 
     solver = linear_sum_assignment.SimpleLinearSumAssignment()
     for row, column, cost in costs:

@@ -63,18 +63,24 @@ def orders(
         return
     if costs.limits_memory and not complete:
         yield from _few_ends(costs, ranked)
-        return
+    else:
+        yield from _all_ends(ranked, limits_memory=costs.limits_memory)
+
+
+def _all_ends(ranked: Order, *, limits_memory: bool) -> Iterator[Order]:
+    """Every kind first, every kind last; between them every sequence of sizes if it matters."""
     for first, last in _ends(ranked):
         middle = list(ranked)
         middle.remove(first)
-        if len(ranked) > 1:
-            middle.remove(last)
-        tail = (last,) if len(ranked) > 1 else ()
-        if not costs.limits_memory:
-            yield (first, *middle, *tail)
+        if len(ranked) == 1:
+            yield (first,)
+            continue
+        middle.remove(last)
+        if not limits_memory:
+            yield (first, *middle, last)
             continue
         for sizes in _size_sequences(tuple(middle)):
-            yield (first, *_in_turn(middle, sizes), *tail)
+            yield (first, *_in_turn(middle, sizes), last)
 
 
 def _ends(ranked: Order) -> Iterator[tuple[Group, Group]]:
@@ -155,7 +161,7 @@ def _in_turn(groups: Sequence[Group], sizes: tuple[int, ...]) -> Iterator[Group]
 def _by_room(
     costs: SearchCosts, ranked: Order, sizes: tuple[int, ...], most_inflight: int
 ) -> Order:
-    """Within each size, slower groups where fewer layers fit (the head may take room at the end)."""
+    """Within each size, slower groups where fewer layers fit (the head takes room at the end)."""
     neutral = tuple((size, 1.0) for size in sizes)
     room = [spec.max_layers for spec in stage_specs(costs, neutral, most_inflight)]
     order = list(neutral)

@@ -47,7 +47,10 @@ class PipelineBook:
     def capacity(self, pattern: Pattern, limit_s: float) -> int:
         """Most micro-batches that the pipeline does within the limit; 0 if it can do none."""
         most = max(
-            (self.costs.capacity(fill_s, slow_s, limit_s) for slow_s, fill_s in self._pairs(pattern)),
+            (
+                self.costs.capacity(fill_s, slow_s, limit_s)
+                for slow_s, fill_s in self._pairs(pattern)
+            ),
             default=0,
         )
         if most >= len(pattern) or not (self.complete and self.costs.limits_memory):

@@ -66,7 +66,9 @@ def place(
             for (owner, _), seats in zip(slots, seated, strict=True)
             if owner == number
         ]
-        for node, places in zip(node_class.nodes, assign_nodes(holdings, node_class, mine), strict=True):
+        for node, places in zip(
+            node_class.nodes, assign_nodes(holdings, node_class, mine), strict=True
+        ):
             gpus_by_seat |= assign_gpus(holdings, node, places)
     return _plan(problem, pipelines, gpus_by_seat)
 
@@ -109,9 +111,7 @@ def _plan(
             gpus = gpus_by_seat[number, stage]
             stages.append(Stage(gpus=gpus, layers=(start, start + num_layers)))
             start += num_layers
-        named.append(
-            Pipeline(num_microbatches=pipeline.num_microbatches, stages=tuple(stages))
-        )
+        named.append(Pipeline(num_microbatches=pipeline.num_microbatches, stages=tuple(stages)))
     ordered = tuple(sorted(named, key=lambda pipeline: pipeline.gpus))
     used = {gpu for pipeline in ordered for gpu in pipeline.gpus}
     return Plan(

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from malleus_megatron.planner.costs import SearchCosts
@@ -26,21 +27,20 @@ class Prices:
 
 
 class PriceProgram:
-    """Maximise kappa M + mu D with all nodes worth 1, no known pipeline earning more than it costs."""
+    """Maximise kappa M + mu D, all nodes worth 1, no known pipeline earning more than it costs."""
 
     def __init__(
         self,
         costs: SearchCosts,
         node_cuts: NodeCuts,
         groups: Sequence[Group],
-        num_pipelines: int | None,
         common: frozenset[float],
     ) -> None:
         self.common = common
         self.costs = costs
         self.node_cuts = node_cuts
         self.groups = groups
-        self.num_pipelines = num_pipelines
+        self.num_pipelines = costs.problem.num_pipelines
         self.columns: dict[tuple[int, tuple[tuple[Group, float], ...]], Mix] = {}
 
     def start(self) -> Prices:
@@ -62,7 +62,7 @@ class PriceProgram:
 
     def solve(self) -> Prices:
         """The best prices against the pipelines known so far."""
-        from ortools.linear_solver import pywraplp
+        from ortools.linear_solver import pywraplp  # noqa: PLC0415 (slow to import)
 
         solver = pywraplp.Solver.CreateSolver("GLOP")
         infinity = solver.infinity()
@@ -113,9 +113,7 @@ class PriceProgram:
         by_size: dict[int, list[Group]] = defaultdict(list)
         for group in self.groups:
             by_size[group[0]].append(group)
-        return [
-            pair for same in by_size.values() for pair in zip(same, same[1:], strict=False)
-        ]
+        return [pair for same in by_size.values() for pair in pairwise(same)]
 
     def _monotone(self, prices: dict[Group, float]) -> dict[Group, float]:
         """Take the solver's rounding off: no price below 0 or below a slower group's."""

@@ -61,7 +61,8 @@ def solve(
         return None
     bound_s = fluid_s(costs, classes)
     if will.thorough:
-        bound = BoundSearch(costs, _node_cuts(costs, coarse_classes(classes)), problem.num_pipelines)
+        coarse = coarse_classes(classes)
+        bound = BoundSearch(costs, coarse, _node_cuts(costs, coarse))
         closing = Closing(steps=CLOSING_STEPS, good_gap=GOOD_GAP)
         bound_s = close_gap(climber, bound, node_cuts, bound_s, closing)
         if progress is not None:
@@ -85,9 +86,7 @@ def fluid_s(costs: SearchCosts, classes: Sequence[NodeClass]) -> float:
     """The closed bound of `cost.bounds`, in seconds."""
     times = dict(costs.time_by_degree)
     sizes = costs.problem.tensor_parallel_sizes
-    layers_per_second = sum(
-        len(c.nodes) * node_throughput(c.rates, sizes, times) for c in classes
-    )
+    layers_per_second = sum(len(c.nodes) * node_throughput(c.rates, sizes, times) for c in classes)
     steady_s = fluid_bottleneck_s(costs.num_layers, costs.num_microbatches, layers_per_second)
     if not costs.fill:
         return steady_s
@@ -156,7 +155,7 @@ def _climbed(
 def _numbers(
     problem: Problem, classes: Sequence[NodeClass], climber: Climber
 ) -> Iterator[list[int]]:
-    """Numbers of pipelines to try: the one asked, or a coarse ladder and then those near the best."""
+    """Numbers of pipelines to try: the one asked, or a coarse ladder, then those near the best."""
     if problem.num_pipelines is not None:
         yield [problem.num_pipelines]
         return

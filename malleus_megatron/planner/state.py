@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from malleus_megatron.planner.grouping import Cut, Group
 from malleus_megatron.planner.pipelines import Pattern
 
-
 type CutCounts = tuple[tuple[tuple[Cut, int], ...], ...]
 """For each class of nodes, how many nodes are cut how."""
 
@@ -85,7 +84,8 @@ def without_all(pattern: Pattern, groups: Pattern) -> Pattern | None:
 def split_by(stock: Counter[Group], wanted: Pattern) -> tuple[Pattern, Pattern]:
     """What of the wanted groups is in stock, and what is not."""
     left = {group: stock[group] for group in wanted}
-    have, miss = [], []
+    have: list[Group] = []
+    miss: list[Group] = []
     for group in wanted:
         (have if left[group] > 0 else miss).append(group)
         left[group] -= 1
@@ -97,9 +97,7 @@ def difference(more: Cut, less: Cut) -> Pattern:
     return tuple(sorted((Counter(more) - Counter(less)).elements()))
 
 
-def recut(
-    cut_counts: CutCounts, node_class: int, old: Cut, new: Cut
-) -> CutCounts:
+def recut(cut_counts: CutCounts, node_class: int, old: Cut, new: Cut) -> CutCounts:
     """One node of a class cut otherwise."""
     counts = Counter(dict(cut_counts[node_class]))
     counts[old] -= 1

@@ -12,7 +12,7 @@ def faults(problem: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     found += [*_count_faults(problem, plan)]
     if problem["cluster"].get("memory_mib") is not None:
         found += _memory_faults(problem, plan)
-    return found + _figure_faults(problem, plan) if not found else found
+    return found or _figure_faults(problem, plan)
 
 
 def step_time_s(problem: dict[str, Any], plan: dict[str, Any]) -> float:
@@ -40,9 +40,10 @@ def bottleneck(problem: dict[str, Any], plan: dict[str, Any]) -> float:
 
 def rate(problem: dict[str, Any], gpu: int) -> float:
     """The rate that counts."""
-    value = problem.get("rates", {}).get(str(gpu), 1.0)
+    value: Any = problem.get("rates", {}).get(str(gpu), 1.0)
     value = math.inf if value in (None, "inf") else value
-    return 1.0 if value < problem.get("rate_floor", 1.0) else value
+    floor = float(problem.get("rate_floor", 1.0))
+    return 1.0 if value < floor else float(value)
 
 
 def _gpu_faults(problem: dict[str, Any], plan: dict[str, Any]) -> list[str]:

@@ -32,7 +32,7 @@ def value_of(plan: Any) -> float:
         "step-time": plan.predicted.step_time_s,
         "bottleneck": plan.predicted.bottleneck,
     }
-    return by_name[plan.objective]
+    return float(by_name[plan.objective])
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -65,10 +65,8 @@ def test_both_bounds_are_below_every_plan(objective: str, document: dict[str, An
     costs = SearchCosts.of(asked, objective)
     classes = node_classes(asked)
     times = dict(costs.time_by_degree)
-    node_cuts = [
-        (cuts(c.rates, asked.tensor_parallel_sizes, times), len(c.nodes)) for c in classes
-    ]
-    search = BoundSearch(costs, node_cuts, asked.num_pipelines)
+    node_cuts = [(cuts(c.rates, asked.tensor_parallel_sizes, times), len(c.nodes)) for c in classes]
+    search = BoundSearch(costs, classes, node_cuts)
     best_s = best * costs.unit_s
 
     assert fluid_s(costs, classes) <= best_s * (1 + 1e-9)

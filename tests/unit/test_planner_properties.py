@@ -98,9 +98,7 @@ def test_monotone_up_to_the_certified_gap_where_search_is_not_exact(
 
 @FEW
 @given(document=small_problems(), turn=st.integers(0, 7), flip=st.booleans())
-def test_numbering_changes_no_objective(
-    document: dict[str, Any], turn: int, flip: bool
-) -> None:
+def test_numbering_changes_no_objective(document: dict[str, Any], turn: int, flip: bool) -> None:
     order = list(range(len(document["cluster"]["gpus_per_node"])))
     other = relabelled(document, order[::-1] if flip else order, turn)
     assert step_s(other)[0] == step_s(document)[0]
@@ -178,7 +176,7 @@ def _kept(before: Any, after: Any) -> float:
                 layers, low, high = held.get(gpu, (set(), 0.0, 0.0))
                 part = min(high, (rank + 1) / size) - max(low, rank / size)
                 kept += max(0.0, part) * len(layers & set(range(*stage.layers)))
-    return kept / (after.num_layers * len(after.pipelines))
+    return float(kept) / float(after.num_layers * len(after.pipelines))
 
 
 def test_gradient_sums_stay_inside_nodes_where_they_can() -> None:
@@ -219,7 +217,5 @@ def test_two_gpu_types_from_the_start() -> None:
 def test_the_best_throughput_of_a_node_by_hand() -> None:
     times = {1: 4.0, 2: 2.0, 4: 0.9}
     assert node_throughput([1, 1, 1, 1], [1, 2, 4], times) == pytest.approx(1 / 0.9)
-    assert node_throughput([1, 1, 1, 3], [1, 2, 4], times) == pytest.approx(
-        1 / 2 + 1 / 4 + 1 / 12
-    )
+    assert node_throughput([1, 1, 1, 3], [1, 2, 4], times) == pytest.approx(1 / 2 + 1 / 4 + 1 / 12)
     assert node_throughput([float("inf")] * 4, [1, 2, 4], times) == 0
