@@ -1,7 +1,8 @@
 """Measure the planner: quality and proved gap on known problems, time and memory as clusters grow.
 
 Published figures stand beside ours where they exist; they were measured by running the published
-program on two quiet cores, so read ratios, not seconds.
+program on two quiet cores, so read ratios, not seconds. Seconds are of the processor: the planner
+is one thread. Wall time is in the JSON.
 """
 
 import argparse
@@ -81,9 +82,9 @@ def _quality(name: str, objective: str) -> dict[str, Any]:
 
 def _solved(document: dict[str, Any], objective: str) -> dict[str, Any]:
     problem = problem_from_json(document)
-    started_s = time.monotonic()
+    started_s, started_cpu_s = time.monotonic(), time.process_time()
     plan = make_plan(problem, objective)
-    seconds = time.monotonic() - started_s
+    wall_s, seconds = time.monotonic() - started_s, time.process_time() - started_cpu_s
     predicted = plan.predicted
     if predicted is None or predicted.lower_bound is None or predicted.step_time_s is None:
         raise AssertionError("a plan of the planner says what it predicts")

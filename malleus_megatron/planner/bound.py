@@ -21,12 +21,12 @@ from malleus_megatron.planner.mixes import Mix, Mixer
 from malleus_megatron.planner.prices import PriceProgram
 from malleus_megatron.planner.starts import NodeCuts
 
-STEPS = 6
+STEPS = 5
 """Halvings of the gap."""
 ROUNDS = 12
 """Rounds of new columns for one z."""
-FEW_PIPELINES = 8
-FEW_MICROBATCHES = 300
+FEW_PIPELINES = 4
+FEW_MICROBATCHES = 130
 """Up to so many of both, splits of micro-batches are looked at one by one."""
 COLUMNS = 64
 FAR = 3

@@ -15,7 +15,7 @@ from malleus_megatron.planner.pipelines import Pattern
 from malleus_megatron.planner.starts import NodeCuts
 from malleus_megatron.planner.state import CutCounts, State, supply_of
 
-WORK = 0.2
+WORK = 0.1
 """Deterministic time of the solver, about seconds."""
 
 

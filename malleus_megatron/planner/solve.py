@@ -22,7 +22,9 @@ type Progress = Callable[[float, float], None]
 """Told the best value so far and the proved bound (0: none yet), in seconds."""
 
 GOOD_GAP = 0.003
-"""A plan this close to its bound is good enough."""
+"""A plan this close to the closed bound needs no search."""
+CLOSED_GAP = 0.008
+"""A plan this close to its proved bound is good enough."""
 CLOSING_STEPS = 4
 
 
@@ -63,7 +65,7 @@ def solve(
     if will.thorough:
         coarse = coarse_classes(classes)
         bound = BoundSearch(costs, coarse, _node_cuts(costs, coarse))
-        closing = Closing(steps=CLOSING_STEPS, good_gap=GOOD_GAP)
+        closing = Closing(steps=CLOSING_STEPS, good_gap=CLOSED_GAP)
         bound_s = close_gap(climber, bound, node_cuts, bound_s, closing)
         if progress is not None:
             progress(climber.best.value_s, bound_s)

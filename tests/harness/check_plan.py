@@ -31,7 +31,7 @@ def bottleneck(problem: dict[str, Any], plan: dict[str, Any]) -> float:
     """max over pipelines of m * max_j l_j * y_j, in layers of the largest degree."""
     unit = _times(problem)[max(_times(problem))]
     return max(
-        pipeline["num_microbatches"]
+        int(pipeline["num_microbatches"])
         * max(_layers(stage) * _y(problem, stage) for stage in pipeline["stages"])
         / unit
         for pipeline in plan["pipelines"]
