@@ -136,7 +136,8 @@ def _report(document: dict[str, Any]) -> list[str]:
     ]
     lines += ["", " GPUs  stragglers    rate  seconds  published s   faster    gap"]
     for row in document["time"]:
-        published = "> 300" if row["published_seconds"] is None else f"{row['published_seconds']:g}"
+        seconds = row["published_seconds"]
+        published = "> 300" if seconds is None else f"{seconds:g}"
         faster = "" if row["times_faster"] is None else f"{row['times_faster']:.0f}x"
         lines.append(
             f"{row['gpus']:5} {row['stragglers']:11} {row['rate'] or '16':>7} {row['seconds']:8.2f} "
