@@ -130,7 +130,8 @@ def _report(document: dict[str, Any]) -> list[str]:
     lines += [
         f"{row['problem']:12} {row['objective']:10} {row['value']:10.2f} "
         f"{row['lower_bound']:10.2f} "
-        f"{row['gap']:6.2%} {row.get('published') or '-':>10} {row.get('best_known') or '-':>11} "
+        f"{row['gap']:6.2%} {row.get('published') or '-':>10} "
+        f"{row.get('best_known') or '-':>11} "
         f"{row['seconds']:8.2f}"
         for row in document["quality"]
     ]
@@ -140,9 +141,8 @@ def _report(document: dict[str, Any]) -> list[str]:
         published = "> 300" if seconds is None else f"{seconds:g}"
         faster = "" if row["times_faster"] is None else f"{row['times_faster']:.0f}x"
         lines.append(
-            f"{row['gpus']:5} {row['stragglers']:11} {row['rate'] or '16':>7} {row['seconds']:8.2f} "
-            f"{published:>12} "
-            f"{faster:>8} {row['gap']:6.2%}"
+            f"{row['gpus']:5} {row['stragglers']:11} {row['rate'] or '16':>7} "
+            f"{row['seconds']:8.2f} {published:>12} {faster:>8} {row['gap']:6.2%}"
         )
     if document["growth"]:
         longest_s = max(row["seconds"] for row in document["growth"])
