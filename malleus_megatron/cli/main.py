@@ -9,6 +9,8 @@ from malleus_megatron import __version__
 from malleus_megatron.errors import EXIT_BAD_INPUT, MalleusError
 
 COMMANDS = {
+    "plan": "find the plan that makes the step as short as possible, and prove how short it can be",
+    "explain": "what bounds the step under a plan, and what each straggler costs",
     "doctor": "versions, devices, the seams in Megatron, and what would be refused",
     "demo": "train a small GPT on CPU, slow a GPU down, watch the micro-batches move",
 }

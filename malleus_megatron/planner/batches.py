@@ -10,7 +10,7 @@ from functools import partial
 from malleus_megatron.cost.pipeline import pipeline_time_s, step_time_s
 from malleus_megatron.errors import BadInputError, InfeasiblePlanError
 
-type _TimeOf = Callable[[int], float]
+type TimeOf = Callable[[int], float]
 """A pipeline's time for a number of micro-batches."""
 
 
@@ -51,7 +51,7 @@ def balance_microbatches(
     _check_times(stage_times_s)
     _check_counts(stage_times_s, num_microbatches, current)
     times = [partial(pipeline_time_s, stages) for stages in stage_times_s]
-    counts = _filled(times, [1] * len(times), num_microbatches)
+    counts = filled(times, [1] * len(times), num_microbatches)
     best_s = step_time_s(stage_times_s, counts)
     if current is not None:
         counts = _nearest(times, current, num_microbatches, limit_s=best_s)
@@ -62,7 +62,7 @@ def balance_microbatches(
     )
 
 
-def _filled(times: Sequence[_TimeOf], counts: list[int], total: int) -> list[int]:
+def filled(times: Sequence[TimeOf], counts: list[int], total: int) -> list[int]:
     """Hand out micro-batches until `total`, each to the pipeline that ends soonest with it."""
     queue = [(times[i](count + 1), i) for i, count in enumerate(counts)]
     heapq.heapify(queue)
@@ -73,7 +73,7 @@ def _filled(times: Sequence[_TimeOf], counts: list[int], total: int) -> list[int
     return counts
 
 
-def _drained(times: Sequence[_TimeOf], counts: list[int], total: int) -> list[int]:
+def _drained(times: Sequence[TimeOf], counts: list[int], total: int) -> list[int]:
     """Take micro-batches away until `total`, each from the pipeline that ends last."""
     queue = [(-times[i](count), i) for i, count in enumerate(counts) if count > 1]
     heapq.heapify(queue)
@@ -86,7 +86,7 @@ def _drained(times: Sequence[_TimeOf], counts: list[int], total: int) -> list[in
 
 
 def _nearest(
-    times: Sequence[_TimeOf], current: Sequence[int], total: int, *, limit_s: float
+    times: Sequence[TimeOf], current: Sequence[int], total: int, *, limit_s: float
 ) -> list[int]:
     """Among the splits within the limit, one with the least sum of changes against `current`.
 
@@ -97,7 +97,7 @@ def _nearest(
         bisect_right(range(1, count + 1), limit_s, key=time_of)
         for time_of, count in zip(times, current, strict=True)
     ]
-    change = _filled if sum(counts) < total else _drained
+    change = filled if sum(counts) < total else _drained
     return change(times, counts, total)
 
 

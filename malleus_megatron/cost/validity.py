@@ -1,0 +1,86 @@
+"""Whether a plan may run under a problem: what the plan's own sums cannot tell."""
+
+from math import isinf
+
+from malleus_megatron.cost.prediction import pipeline_memory_mib
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.problem import Problem
+
+ROUNDING = 1e-9
+
+
+def plan_faults(problem: Problem, plan: Plan) -> list[str]:
+    """Everything that forbids the plan, with the numbers; empty if it may run."""
+    return [
+        *_total_faults(problem, plan),
+        *_group_faults(problem, plan),
+        *_memory_faults(problem, plan),
+    ]
+
+
+def memory_limit_mib(problem: Problem) -> float | None:
+    """What a stage may use of a GPU; None: not limited.
+
+    Raises:
+        BadInputError: memory is limited, but the model's memory is not given.
+    """
+    limit, memory = problem.cluster.memory_mib, problem.model.memory
+    if limit is None:
+        return None
+    if memory is None:
+        raise BadInputError("model.memory is missing, but cluster.memory_mib is given.")
+    return limit - memory.reserve_mib
+
+
+def _total_faults(problem: Problem, plan: Plan) -> list[str]:
+    faults = []
+    for name, got, wanted in (
+        ("layers", plan.num_layers, problem.model.num_layers),
+        ("micro-batches", plan.num_microbatches, problem.num_microbatches),
+        ("pipelines", len(plan.pipelines), problem.num_pipelines or len(plan.pipelines)),
+    ):
+        if got != wanted:
+            faults.append(f"The plan has {got} {name}; the problem has {wanted}.")
+    beyond = [gpu for gpu in plan.all_gpus() if gpu >= problem.cluster.num_gpus]
+    if beyond:
+        faults.append(f"GPU {beyond[0]} is not one of 0..{problem.cluster.num_gpus - 1}.")
+    return faults
+
+
+def _group_faults(problem: Problem, plan: Plan) -> list[str]:
+    node = problem.cluster.node_by_gpu()
+    rates = problem.counted_rates()
+    faults = []
+    for pipeline in plan.pipelines:
+        for stage in pipeline.stages:
+            known = [gpu for gpu in stage.gpus if gpu < len(node)]
+            nodes = sorted({node[gpu] for gpu in known})
+            if len(nodes) > 1:
+                faults.append(f"The TP group {list(stage.gpus)} spans nodes {nodes}.")
+            if len(stage.gpus) not in problem.tensor_parallel_sizes:
+                faults.append(
+                    f"The TP group {list(stage.gpus)} has {len(stage.gpus)} GPUs; allowed sizes "
+                    f"are {list(problem.tensor_parallel_sizes)}."
+                )
+            failed = [gpu for gpu in known if isinf(rates[gpu])]
+            if failed:
+                faults.append(f"GPU {failed[0]} has failed, but holds layers.")
+            if stage.num_layers < 1:
+                faults.append(f"The TP group {list(stage.gpus)} has no layer; put it on standby.")
+    return faults
+
+
+def _memory_faults(problem: Problem, plan: Plan) -> list[str]:
+    limit_mib = memory_limit_mib(problem)
+    if limit_mib is None:
+        return []
+    return [
+        f"Pipeline {number}, stage {index}: {stage.num_layers} layers on {len(stage.gpus)} GPUs "
+        f"need {need_mib:.0f} MiB a GPU; {limit_mib:.0f} MiB may be used."
+        for number, pipeline in enumerate(plan.pipelines)
+        for index, (stage, need_mib) in enumerate(
+            zip(pipeline.stages, pipeline_memory_mib(problem, pipeline), strict=True)
+        )
+        if need_mib > limit_mib * (1 + ROUNDING)
+    ]

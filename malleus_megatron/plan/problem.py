@@ -1,0 +1,158 @@
+"""What the planner is asked: a cluster, a model's costs, a batch, the freedom it has, the rates."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.cluster import Cluster
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.rates import HEALTHY, Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """Memory of a stage's parts, in MiB at the reference TP degree."""
+
+    reference_tp: int
+    layer_mib_by_inflight: tuple[float, ...]
+    """One layer with 1, 2, 3, ... micro-batches in flight; goes on by its last step."""
+    embedding_mib: float = 0.0
+    head_mib: float = 0.0
+    fixed_mib: float = 0.0
+    """On every GPU, whatever the degree."""
+    reserve_mib: float = 0.0
+    """Kept free on every GPU."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes below 0, an empty list, or layers that shrink with micro-batches."""
+        where = "model.memory"
+        if self.reference_tp < 1:
+            raise BadInputError(f"{where}.reference_tp: {self.reference_tp}; need >= 1.")
+        layers = self.layer_mib_by_inflight
+        if not layers or layers[0] <= 0:
+            raise BadInputError(
+                f"{where}.layer_mib_by_inflight: {list(layers)} must start with a size above 0."
+            )
+        for before, after in pairwise(layers):
+            if after < before:
+                raise BadInputError(
+                    f"{where}.layer_mib_by_inflight: {after} follows {before}; more micro-batches "
+                    "in flight cannot need less."
+                )
+        for name in ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib"):
+            if getattr(self, name) < 0:
+                raise BadInputError(f"{where}.{name}: {getattr(self, name)} MiB; need >= 0.")
+
+    def layer_mib(self, num_inflight: int) -> float:
+        """One layer with so many micro-batches in flight, at the reference degree."""
+        sizes = self.layer_mib_by_inflight
+        if num_inflight <= len(sizes):
+            return sizes[num_inflight - 1]
+        step = sizes[-1] - sizes[-2] if len(sizes) > 1 else 0.0
+        return sizes[-1] + step * (num_inflight - len(sizes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model's layers and what they cost a healthy GPU."""
+
+    num_layers: int
+    layer_time_s: tuple[tuple[int, float], ...]
+    """Pairs (TP degree, forward plus backward of one layer and micro-batch), sorted by degree."""
+    embedding_time_s: float = 0.0
+    """Of the first stage, at the largest degree of `layer_time_s`."""
+    head_time_s: float = 0.0
+    """Of the last stage, at the largest degree of `layer_time_s`."""
+    memory: ModelMemory | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a model without layers or with times that are not positive."""
+        if self.num_layers < 1:
+            raise BadInputError(f"model.num_layers: {self.num_layers}; need >= 1.")
+        if not self.layer_time_s:
+            raise BadInputError("model.layer_time_s: names no TP degree.")
+        for degree, time_s in self.layer_time_s:
+            if degree < 1 or time_s <= 0:
+                raise BadInputError(
+                    f"model.layer_time_s[{degree}]: {time_s} s; degree and time must be above 0."
+                )
+        for name in ("embedding_time_s", "head_time_s"):
+            if getattr(self, name) < 0:
+                raise BadInputError(f"model.{name}: {getattr(self, name)} s; need >= 0.")
+
+    @property
+    def largest_degree_time_s(self) -> float:
+        """A layer's time at the largest degree: the unit of the objective `bottleneck`."""
+        return self.layer_time_s[-1][1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The planner's input. GPUs are numbered node after node."""
+
+    cluster: Cluster
+    model: Model
+    num_microbatches: int
+    """Of the whole job and step."""
+    tensor_parallel_sizes: tuple[int, ...]
+    """Sizes that a TP group may have, ascending."""
+    num_pipelines: int | None = None
+    """None: the planner chooses."""
+    rate_floor: float = HEALTHY
+    """A rate below it counts as 1."""
+    rates: Rates = field(default_factory=Rates)
+    current_plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself; the message names the field and its value."""
+        if self.num_microbatches < 1:
+            raise BadInputError(f"batch.num_microbatches: {self.num_microbatches}; need >= 1.")
+        if self.rate_floor < 0:
+            raise BadInputError(f"rate_floor: {self.rate_floor}; need >= 0.")
+        self._check_sizes()
+        self._check_pipelines()
+        num_gpus = self.cluster.num_gpus
+        for gpu, _ in self.rates:
+            if not 0 <= gpu < num_gpus:
+                raise BadInputError(f"rates: GPU {gpu} is not one of 0..{num_gpus - 1}.")
+        if self.cluster.memory_mib is not None and self.model.memory is None:
+            raise BadInputError(
+                f"model.memory is missing, but cluster.memory_mib is {self.cluster.memory_mib}; "
+                "give the model's memory, or null for memory_mib."
+            )
+
+    def _check_sizes(self) -> None:
+        where = "parallel.tensor_parallel_sizes"
+        if not self.tensor_parallel_sizes:
+            raise BadInputError(f"{where}: [] allows no TP group; need at least one size.")
+        known = dict(self.model.layer_time_s)
+        largest = max(self.cluster.gpus_per_node)
+        for size in self.tensor_parallel_sizes:
+            if size < 1:
+                raise BadInputError(f"{where}: {size}; need >= 1.")
+            if size > largest:
+                raise BadInputError(
+                    f"{where}: {size} is larger than a node; the largest has {largest} GPUs."
+                )
+            if size not in known:
+                raise BadInputError(
+                    f"{where}: {size} has no time in model.layer_time_s; it has {sorted(known)}."
+                )
+
+    def _check_pipelines(self) -> None:
+        wanted = self.num_pipelines
+        if wanted is None:
+            return
+        if wanted < 1:
+            raise BadInputError(f"parallel.num_pipelines: {wanted}; need >= 1, or null.")
+        if wanted > self.cluster.num_gpus:
+            raise BadInputError(
+                f"parallel.num_pipelines: {wanted} pipelines for {self.cluster.num_gpus} GPUs; "
+                "every pipeline needs at least one."
+            )
+
+    def counted_rates(self) -> tuple[float, ...]:
+        """The rate that counts, for each GPU: one below the floor is 1."""
+        raw = dict(self.rates.by_gpu)
+        rates = (raw.get(gpu, HEALTHY) for gpu in range(self.cluster.num_gpus))
+        return tuple(HEALTHY if rate < self.rate_floor else rate for rate in rates)
