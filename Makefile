@@ -11,7 +11,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Seconds that all tests together may take. A single one has its own limit (pyproject.toml).
 TEST_TIME_S := 3600
 
-.PHONY: help setup demo test check fmt fmt-check lint types arch unit gpu-check clean
+.PHONY: help setup demo test check fmt fmt-check lint types arch unit bench gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z-]+:.* ## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -58,6 +58,10 @@ unit: $(READY) ## the pure packages
 
 arch: $(READY) ## who may import what, sizes, words, flags
 	@$(PYTEST) tests/architecture -q
+
+bench: $(READY) ## time and gaps of the planner, cost of planning a migration; some minutes
+	@$(PY) scripts/bench_planner.py
+	@$(PYTEST) tests/bench -s -q
 
 gpu-check: $(READY) ## what needs a GPU; without one it says so
 	@$(PY) scripts/gpu_check.py

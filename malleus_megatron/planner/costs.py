@@ -59,7 +59,7 @@ class SearchCosts:
         return self.problem.cluster.memory_mib is not None
 
     def max_layers(self, degree: int, inflight: int, *, first: bool, last: bool) -> int:
-        """Most layers that fit a stage's GPUs: the memory rule of FORMATS, solved for layers."""
+        """Most layers that fit a stage's GPUs: the memory rule of a problem, solved for layers."""
         memory, limit = self.problem.model.memory, self.problem.cluster.memory_mib
         if limit is None or memory is None:
             return self.num_layers
