@@ -26,9 +26,9 @@ from malleus_megatron.errors import MalleusError
 NUM_RANKS = 4
 INJECTED_GPU = 0
 INJECTED_RATE = 3.0
-INJECTED_FROM = 8
-LAYER_FORWARD_S = 0.020
-LAYER_BACKWARD_S = 0.040
+INJECTED_FROM = 6
+LAYER_FORWARD_S = 0.032
+LAYER_BACKWARD_S = 0.064
 JOB_TIME_LIMIT_S = 240
 SETTLING = 2
 """Iterations left out at the start of the job and after a change, while caches and windows fill."""
@@ -68,7 +68,7 @@ class DemoFiles:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go")
-    parser.add_argument("--iterations", type=int, default=22, help="length of the job")
+    parser.add_argument("--iterations", type=int, default=18, help="length of the job")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
