@@ -5,6 +5,7 @@ Only `train_step` is wrapped, and nothing is communicated: the rank that holds t
 
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any, TextIO
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.runtime.patching import Replacement
+
+_log = logging.getLogger(__name__)
 
 SIGNATURE = (
     "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
@@ -29,6 +32,8 @@ def recorder_row(path: Path) -> Replacement:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"--malleus-record {path}: {error.strerror}.") from error
+    if path.is_dir():
+        raise BadInputError(f"--malleus-record {path} is a folder; name a file.")
     return Replacement(
         target="megatron.training.training.train_step",
         make=functools.partial(_recorded, path=path),
@@ -82,6 +87,9 @@ def _number(value: Any) -> float | str | None:
 
 
 def _write_line(file: TextIO, line: dict[str, Any]) -> None:
-    json.dump(line, file, sort_keys=True, allow_nan=False)
-    file.write("\n")
-    file.flush()
+    """A disk that is full must not end a training job: what cannot be written is said and lost."""
+    try:
+        file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
+        file.flush()
+    except OSError as error:
+        _log.warning("--malleus-record: iteration %d is not written: %s", line["iteration"], error)

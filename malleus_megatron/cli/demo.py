@@ -225,7 +225,7 @@ def _run_job(flags: Sequence[str], *, log: Path, watch: Path, title: str, iterat
         for event in _follow(watch, process, deadline):
             if event["event"] == "iteration":
                 bar.update(1)
-                bar.set_postfix_str(f"loss {event['loss']:.3f}")
+                bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
             elif event["event"] in {"straggler", "plan", "warning"}:
                 bar.write(_line(event), file=sys.stderr)
         if process.poll() is None:

@@ -21,7 +21,7 @@ from malleus_megatron.detector.stages import (
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import plan_id
 from malleus_megatron.plan.plan import Plan, PlanningNote
-from malleus_megatron.plan.rates import Rates
+from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.planner.batches import balance_microbatches
 
 
@@ -44,7 +44,9 @@ class Controller:
         self._clock = clock
         self._gpus = sorted(job.nominal.all_gpus())
         self._window: deque[tuple[Sample, ...]] = deque()
+        self._stragglers: tuple[int, ...] = ()
         self._streak = 0
+        self._sure_streak = 0
 
     def observe(self, observation: Observation) -> Decision:
         """Take in one iteration and say what it shows.
@@ -79,7 +81,7 @@ class Controller:
         decision = Decision(
             iteration=observation.iteration,
             rates=estimate.rates,
-            stragglers=estimate.stragglers,
+            stragglers=self._name_stragglers(estimate.rates),
             ignored=estimate.ignored,
         )
         stages = measured_stage_times(self._window, self.job.nominal)
@@ -91,6 +93,16 @@ class Controller:
             offer=self._offer(observation, stages, estimate.rates),
         )
 
+    def _name_stragglers(self, rates: Rates) -> tuple[int, ...]:
+        """Those above the threshold, and those named before that are not clearly below it."""
+        cleared = (HEALTHY + self.policy.threshold) / 2
+        self._stragglers = tuple(
+            gpu
+            for gpu, rate in rates
+            if rate > (cleared if gpu in self._stragglers else self.policy.threshold)
+        )
+        return self._stragglers
+
     def _offer(self, observation: Observation, stages: StageTimes, rates: Rates) -> Plan | None:
         """A better plan, if the gain has lasted and the job can be asked now."""
         if self.job.level < Level.rebalance:
@@ -98,14 +110,25 @@ class Controller:
         start_s = self._clock()
         counts, min_gain = observation.microbatch_counts, self.policy.min_gain
         plan = rebalanced(self.job.nominal, counts, stages, min_gain=min_gain)
-        self._streak = 0 if plan is None else self._streak + 1
-        if plan is None or self._streak < self.policy.patience:
+        if plan is None:
+            self._streak = self._sure_streak = 0
+        if plan is None or not self._lasts(observation, stages, plan):
             return None
         if not self.offers.may_make(plan_id(plan), observation.iteration):
             return None
         self.offers.make(plan_id(plan), observation)
         plan = self._with_healthy_time(plan, rates)
         return replace(plan, planning=PlanningNote(seconds=self._clock() - start_s, seed=0))
+
+    def _lasts(self, observation: Observation, stages: StageTimes, plan: Plan) -> bool:
+        """Count iterations in a row with a gain, and those with a sure one: fewer are enough."""
+        now_s = step_time_s(stages, observation.microbatch_counts)
+        gain = 1 - step_time_s(stages, plan.microbatch_counts) / now_s
+        self._streak += 1
+        self._sure_streak = self._sure_streak + 1 if gain >= self.policy.sure_gain else 0
+        return (
+            self._sure_streak >= self.policy.patience or self._streak >= self.policy.long_patience
+        )
 
     def _with_healthy_time(self, plan: Plan, rates: Rates) -> Plan:
         stages = healthy_stage_times(self._window, self.job.nominal, rates)
@@ -118,7 +141,8 @@ class Controller:
     def _start_over(self) -> None:
         self.offers = Offers()
         self._window.clear()
-        self._streak = 0
+        self._stragglers = ()
+        self._streak = self._sure_streak = 0
 
     def _check(self, observation: Observation) -> None:
         counts, pipelines = len(observation.microbatch_counts), len(self.job.nominal.pipelines)

@@ -34,6 +34,8 @@ def read_json(path: Path) -> Any:
     Raises:
         BadInputError: the file cannot be read or is not JSON; the message names file and place.
     """
+    if path.exists() and not path.is_file():
+        raise BadInputError(f"{path} is not a regular file.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

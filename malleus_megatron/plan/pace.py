@@ -72,12 +72,17 @@ def read_pace(path: Path) -> Pace:
     return pace_from_json(read_json(path), str(path))
 
 
+_LONGEST_DEGREE = 6
+"""Digits; longer ones are no degree, and Python refuses to read thousands of them."""
+
+
 def _times(body: dict[str, Any], name: str, where: str) -> dict[int, float]:
     times: dict[int, float] = {}
     for key, value in as_dict(required(body, name, where), f"{where}.{name}").items():
         place = f"{where}.{name}[{key!r}]"
-        if not (key.isascii() and key.isdigit() and int(key) > 0):
-            raise BadInputError(f"{place}: {key!r} is not a TP degree.")
+        digits = key.isascii() and key.isdigit() and len(key) <= _LONGEST_DEGREE
+        if not digits or int(key) < 1:
+            raise BadInputError(f"{where}.{name}: {key[:40]!r} is not a TP degree.")
         times[int(key)] = _positive(value, place)
     if not times:
         raise BadInputError(f"{where}.{name}: names no TP degree.")

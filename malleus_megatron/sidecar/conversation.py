@@ -11,8 +11,9 @@ from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.process import Sidecar
 from malleus_megatron.sidecar.transport import Transport
 
-_MAX_FAILURES = 5
+_MAX_RESTARTS = 3
 _FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
 _MAX_WARNINGS = 20
 _MAX_NAMED_GPUS = 16
 _GOES_ON = "Training goes on under the current plan"
@@ -29,7 +30,8 @@ class Turn:
 class Conversation:
     """Asks the sidecar and checks its answers; whatever it does wrong becomes a warning.
 
-    After a failure it waits, each time twice as long; after a few in a row it is over.
+    After a failure it waits, each time twice as long up to a minute. A process of ours that has
+    ended is started again, a few times; then it is over.
     """
 
     def __init__(self, sidecar: Sidecar, job: JobDescription, policy: Policy) -> None:
@@ -39,6 +41,7 @@ class Conversation:
         self._policy = policy
         self._transport: Transport | None = None
         self._failures = 0
+        self._restarts = 0
         self._said: set[str] = set()
         self.describe(job)
 
@@ -51,7 +54,9 @@ class Conversation:
     @property
     def pause_s(self) -> float:
         """How long to wait before the next exchange."""
-        return _FIRST_PAUSE_S * 2 ** (self._failures - 1) if self._failures else 0.0
+        if not self._failures:
+            return 0.0
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._failures - 1, 10))
 
     def exchange(
         self, observation: Observation | None = None, rejected: Iterable[tuple[str, str]] = ()
@@ -98,15 +103,23 @@ class Conversation:
         self._job_is_known = False
         end = self._sidecar.end()
         if end is not None:
-            self.over = True
-            return f"The sidecar has ended ({end}). {_GOES_ON}; there are no more re-plans."
-        if self._failures >= _MAX_FAILURES:
-            self.over = True
-            return (
-                f"The sidecar failed {self._failures} times in a row; at last: {error} "
-                f"{_GOES_ON}; it is not asked again."
-            )
+            return self._restarted(end)
         return f"The sidecar failed: {error} {_GOES_ON}; it is asked again."
+
+    def _restarted(self, end: str) -> str:
+        """Start a process that has ended once more; what it had seen it sees anew."""
+        what = f"The sidecar has ended ({end}). {_GOES_ON}"
+        if self._restarts < _MAX_RESTARTS:
+            self._restarts += 1
+            self._transport = None
+            try:
+                self._sidecar.launch()
+            except SidecarError as error:
+                what = f"{what}; {error}"
+            else:
+                return f"{what}; it is started again ({self._restarts} of {_MAX_RESTARTS})."
+        self.over = True
+        return f"{what}; there are no more re-plans."
 
     def _once(self, warning: str | None) -> tuple[str, ...]:
         """The warning if it was not said yet; an endless variety of them is cut short."""

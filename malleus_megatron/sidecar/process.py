@@ -67,6 +67,7 @@ class OwnSidecar:
         """Nothing starts before `launch`."""
         self._ready_timeout_s = ready_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     @property
     def pid(self) -> int | None:
@@ -76,6 +77,8 @@ class OwnSidecar:
     def launch(self) -> None:
         """Start the process, in a session of its own: Ctrl-C is for the job to handle."""
         module = "malleus_megatron.sidecar"
+        if self._stopped:
+            raise SidecarError("The sidecar was stopped.")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--parent", str(os.getpid())],
@@ -98,7 +101,7 @@ class OwnSidecar:
                 line = _read_line(pipe, self._ready_timeout_s)
             port = as_int(required(decode(line, "its first line"), "port", "it"), "port")
         except BadInputError as error:
-            self.stop()
+            self._kill()
             raise SidecarError(f"The sidecar's process said no port: {error}") from error
         return HttpTransport(f"http://127.0.0.1:{port}")
 
@@ -110,7 +113,11 @@ class OwnSidecar:
         return f"exit status {status}" if status >= 0 else f"{signal.Signals(-status).name}"
 
     def stop(self) -> None:
-        """Kill it: it has nothing to save, and it may be suspended."""
+        """Kill it for good: it has nothing to save, and it may be suspended."""
+        self._stopped = True
+        self._kill()
+
+    def _kill(self) -> None:
         if self._process is None:
             return
         self._process.kill()

@@ -33,9 +33,10 @@ class FakeSidecar:
     ended: str | None = None
     paths: list[str] = field(default_factory=list)
     stops: int = 0
+    launches: int = 0
 
     def launch(self) -> None:
-        pass
+        self.launches += 1
 
     def connect(self) -> Transport:
         return self.post
@@ -96,21 +97,25 @@ def failing(path: str, body: bytes) -> bytes:
     raise SidecarError("It did not answer within 2 s.")
 
 
-def test_failures_are_said_once_and_waited_out_and_end_after_five(sidecar: FakeSidecar) -> None:
+def test_failures_are_said_once_and_waited_out_ever_longer(sidecar: FakeSidecar) -> None:
+    """A given sidecar may be away for an hour and come back: it is asked again, once a minute."""
     sidecar.answer = failing
     conversation = talk(sidecar)
     pauses: list[float] = []
     warnings: list[str] = []
-    while not conversation.over:
-        warnings += conversation.exchange(observation(len(pauses) + 1)).warnings
+    for iteration in range(1, 2001):
+        warnings += conversation.exchange(observation(iteration)).warnings
         pauses.append(conversation.pause_s)
-    assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0]
+    assert pauses[:9] == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert pauses[-1] == 60.0
+    assert not conversation.over
     assert warnings == [
         "The sidecar failed: It did not answer within 2 s. "
         "Training goes on under the current plan; it is asked again.",
-        "The sidecar failed 5 times in a row; at last: It did not answer within 2 s. "
-        "Training goes on under the current plan; it is not asked again.",
     ]
+    sidecar.answer = None
+    assert conversation.exchange(observation(2001)).decision is not None
+    assert conversation.pause_s == 0
 
 
 def test_after_a_failure_the_job_is_described_again(sidecar: FakeSidecar) -> None:
@@ -136,14 +141,30 @@ def test_the_same_description_again_forgets_nothing(sidecar: FakeSidecar) -> Non
     assert turn.decision.stragglers == tuple(SLOW)
 
 
-def test_a_process_that_ended_is_not_asked_again(sidecar: FakeSidecar) -> None:
+def test_a_process_that_ended_is_started_again_a_few_times(sidecar: FakeSidecar) -> None:
     sidecar.answer, sidecar.ended = failing, "SIGKILL"
     conversation = talk(sidecar)
-    assert conversation.exchange().warnings == (
-        "The sidecar has ended (SIGKILL). Training goes on under the current plan; "
-        "there are no more re-plans.",
-    )
+    said = [conversation.exchange().warnings[0] for _ in range(4)]
+    ended = "The sidecar has ended (SIGKILL). Training goes on under the current plan; "
+    assert said == [
+        ended + "it is started again (1 of 3).",
+        ended + "it is started again (2 of 3).",
+        ended + "it is started again (3 of 3).",
+        ended + "there are no more re-plans.",
+    ]
+    assert sidecar.launches == 3
     assert conversation.over
+
+
+def test_a_process_that_was_started_again_decides_again(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1, SLOW))
+    sidecar.answer, sidecar.ended = failing, "SIGKILL"
+    conversation.exchange(observation(2, SLOW))
+    sidecar.answer, sidecar.ended, sidecar.service = None, None, Service()
+    decisions = [conversation.exchange(observation(k, SLOW)).decision for k in range(3, 6)]
+    assert decisions[-1] is not None
+    assert decisions[-1].stragglers == tuple(SLOW)
 
 
 OTHER_WORLD = nominal_plan(
