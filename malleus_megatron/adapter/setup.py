@@ -24,7 +24,7 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
-from malleus_megatron.sidecar.client import start_sidecar
+from malleus_megatron.sidecar.client import check_setting, start_sidecar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,8 @@ class JobSetup:
     agreement: Agreement
     decision: LevelDecision
     inputs: Inputs
+    events: EventLog | None
+    """On rank 0, open already, so that a folder that cannot be written is found at once."""
 
 
 def begin_setup(config: MalleusConfig) -> JobSetup:
@@ -46,16 +48,20 @@ def begin_setup(config: MalleusConfig) -> JobSetup:
     args = get_args()
     agreement = Agreement(timedelta(minutes=args.distributed_timeout_minutes))
     decision = decide_level(args)
-    inputs = None
+    inputs = events = None
     error = None
     try:
         check_required(decision, config.require)
+        check_setting(config.sidecar)
         inputs = read_inputs(config, agreement.world_size)
+        events = EventLog(config.log_dir) if agreement.rank == 0 else None
     except MalleusError as met:
         error = met
     agreement.raise_together(error)
     assert inputs is not None
-    return JobSetup(config=config, agreement=agreement, decision=decision, inputs=inputs)
+    return JobSetup(
+        config=config, agreement=agreement, decision=decision, inputs=inputs, events=events
+    )
 
 
 def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
@@ -82,7 +88,7 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
     try:
         check_plans(setup.inputs, current, get_args())
         clock = _clock(setup, layers)
-        reporter = _reporter(setup, current) if setup.agreement.rank == 0 else None
+        reporter = None if setup.events is None else _reporter(setup, current, setup.events)
     except MalleusError as met:
         error = met
     setup.agreement.raise_together(error)
@@ -138,9 +144,8 @@ def _on_gpu(layers: list[Any]) -> bool:
     return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
 
 
-def _reporter(setup: JobSetup, current: CurrentPlan) -> Reporter:
+def _reporter(setup: JobSetup, current: CurrentPlan, events: EventLog) -> Reporter:
     """On rank 0. The sidecar is started in the background, so that nothing waits for it."""
-    events = EventLog(setup.config.log_dir)
     job = JobDescription(nominal=current.nominal, level=current.level)
     reporter = Reporter(
         events=events,

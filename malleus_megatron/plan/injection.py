@@ -10,6 +10,10 @@ from malleus_megatron.plan.codec import read_json
 from malleus_megatron.plan.fields import as_dict, as_int, as_list, required
 from malleus_megatron.plan.rates import HEALTHY, check_rate
 
+LOWEST_RATE = 0.01
+HIGHEST_RATE = 1000.0
+"""Beyond these an experiment shows nothing, and its first step may last for days."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectedRate:
@@ -28,6 +32,11 @@ class InjectedRate:
         if math.isinf(self.rate):
             raise BadInputError(
                 f"GPU {self.gpu}: rate inf cannot be injected; it would stop the job."
+            )
+        if not LOWEST_RATE <= self.rate <= HIGHEST_RATE:
+            raise BadInputError(
+                f"GPU {self.gpu}: rate {self.rate} cannot be injected; from {LOWEST_RATE} to "
+                f"{HIGHEST_RATE} can."
             )
         if self.gpu < 0:
             raise BadInputError(f"GPU {self.gpu}: numbers start at 0.")

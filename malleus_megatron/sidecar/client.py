@@ -146,6 +146,16 @@ class SidecarClient:
                 self._decision = replace(turn.decision, offer=turn.decision.offer or waiting)
 
 
+def check_setting(setting: str) -> None:
+    """Refuse a setting that is neither auto, none nor a URL; nothing is started.
+
+    Raises:
+        BadInputError: with the setting and what it may be.
+    """
+    if setting not in {"auto", "none"}:
+        GivenSidecar(setting)
+
+
 def start_sidecar(setting: str, job: JobDescription) -> SidecarClient | None:
     """Start what `--malleus-sidecar` asks for: auto, none or a URL.
 

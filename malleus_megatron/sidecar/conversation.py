@@ -56,7 +56,8 @@ class Conversation:
         """How long to wait before the next exchange."""
         if not self._failures:
             return 0.0
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._failures - 1, 10))
+        doublings = min(self._failures - 1, 10)
+        return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**doublings))
 
     def exchange(
         self, observation: Observation | None = None, rejected: Iterable[tuple[str, str]] = ()
