@@ -63,3 +63,15 @@ def test_a_file_that_cannot_be_made_is_bad_input(tmp_path: Path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(BadInputError, match="--malleus-record"):
         record.recorder_row(tmp_path / "file" / "losses.jsonl")
+
+
+def test_a_folder_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match="is a folder"):
+        record.recorder_row(tmp_path)
+
+
+def test_a_full_disk_loses_lines_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    run = recorded(Path("/dev/full"), step({"lm loss": 2.0}))
+    assert run(iteration=0)[0] == {"lm loss": 2.0}
+    assert run(iteration=1)[0] == {"lm loss": 2.0}
+    assert "iteration 1 is not written" in caplog.text
