@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.limits import MOST_GPUS, check_within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class Cluster:
         for node, size in enumerate(self.gpus_per_node):
             if size < 1:
                 raise BadInputError(f"cluster.gpus_per_node[{node}]: {size} GPUs; need >= 1.")
+        check_within("cluster.gpus_per_node, in sum", sum(self.gpus_per_node), 1, MOST_GPUS)
         if self.memory_mib is not None and self.memory_mib <= 0:
             raise BadInputError(f"cluster.memory_mib: {self.memory_mib} MiB must be above 0.")
 

@@ -1,10 +1,21 @@
 """What the planner is asked: a cluster, a model's costs, a batch, the freedom it has, the rates."""
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.cluster import Cluster
+from malleus_megatron.plan.limits import (
+    LARGEST_MIB,
+    LARGEST_RATE,
+    LONGEST_S,
+    MOST_GPUS,
+    MOST_LAYERS,
+    MOST_MICROBATCHES,
+    SHORTEST_S,
+    check_within,
+)
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
 
@@ -26,8 +37,7 @@ class ModelMemory:
     def __post_init__(self) -> None:
         """Refuse sizes below 0, an empty list, or layers that shrink with micro-batches."""
         where = "model.memory"
-        if self.reference_tp < 1:
-            raise BadInputError(f"{where}.reference_tp: {self.reference_tp}; need >= 1.")
+        check_within(f"{where}.reference_tp", self.reference_tp, 1, MOST_GPUS)
         layers = self.layer_mib_by_inflight
         if not layers or layers[0] <= 0:
             raise BadInputError(
@@ -40,8 +50,7 @@ class ModelMemory:
                     "in flight cannot need less."
                 )
         for name in ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib"):
-            if getattr(self, name) < 0:
-                raise BadInputError(f"{where}.{name}: {getattr(self, name)} MiB; need >= 0.")
+            check_within(f"{where}.{name}", getattr(self, name), 0, LARGEST_MIB, unit=" MiB")
 
     def layer_mib(self, num_inflight: int) -> float:
         """One layer with so many micro-batches in flight, at the reference degree."""
@@ -67,18 +76,14 @@ class Model:
 
     def __post_init__(self) -> None:
         """Refuse a model without layers or with times that are not positive."""
-        if self.num_layers < 1:
-            raise BadInputError(f"model.num_layers: {self.num_layers}; need >= 1.")
+        check_within("model.num_layers", self.num_layers, 1, MOST_LAYERS)
         if not self.layer_time_s:
             raise BadInputError("model.layer_time_s: names no TP degree.")
         for degree, time_s in self.layer_time_s:
-            if degree < 1 or time_s <= 0:
-                raise BadInputError(
-                    f"model.layer_time_s[{degree}]: {time_s} s; degree and time must be above 0."
-                )
+            check_within("model.layer_time_s", degree, 1, MOST_GPUS)
+            check_within(f"model.layer_time_s[{degree}]", time_s, SHORTEST_S, LONGEST_S, unit=" s")
         for name in ("embedding_time_s", "head_time_s"):
-            if getattr(self, name) < 0:
-                raise BadInputError(f"model.{name}: {getattr(self, name)} s; need >= 0.")
+            check_within(f"model.{name}", getattr(self, name), 0, LONGEST_S, unit=" s")
 
     @property
     def largest_degree_time_s(self) -> float:
@@ -105,16 +110,23 @@ class Problem:
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the message names the field and its value."""
-        if self.num_microbatches < 1:
-            raise BadInputError(f"batch.num_microbatches: {self.num_microbatches}; need >= 1.")
+        check_within("batch.num_microbatches", self.num_microbatches, 1, MOST_MICROBATCHES)
         if self.rate_floor < 0:
             raise BadInputError(f"rate_floor: {self.rate_floor}; need >= 0.")
         self._check_sizes()
         self._check_pipelines()
         num_gpus = self.cluster.num_gpus
-        for gpu, _ in self.rates:
+        for gpu, rate in self.rates:
             if not 0 <= gpu < num_gpus:
                 raise BadInputError(f"rates: GPU {gpu} is not one of 0..{num_gpus - 1}.")
+            if math.isfinite(rate):
+                check_within(f"rates: GPU {gpu}", rate, SHORTEST_S, LARGEST_RATE)
+        current = self.current_plan
+        if current is not None and current.num_layers != self.model.num_layers:
+            raise BadInputError(
+                f"current_plan: it has {current.num_layers} layers; the model has "
+                f"{self.model.num_layers}."
+            )
         if self.cluster.memory_mib is not None and self.model.memory is None:
             raise BadInputError(
                 f"model.memory is missing, but cluster.memory_mib is {self.cluster.memory_mib}; "

@@ -66,8 +66,8 @@ def _problem(body: dict[str, Any]) -> Problem:
         ),
         num_pipelines=_optional(parallel, "num_pipelines", "parallel", as_int),
         rate_floor=as_float(body.get("rate_floor", HEALTHY), "rate_floor"),
-        rates=rates_from_json(body["rates"], "rates") if body.get("rates") else Rates(),
-        current_plan=plan_from_json(current, "current_plan") if current else None,
+        rates=Rates() if body.get("rates") is None else rates_from_json(body["rates"], "rates"),
+        current_plan=None if current is None else plan_from_json(current, "current_plan"),
     )
 
 
@@ -94,6 +94,7 @@ def _memory(body: dict[str, Any]) -> ModelMemory:
         required(body, "layer_mib_by_inflight", where), f"{where}.layer_mib_by_inflight"
     )
     extras = ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib")
+    required(body, "fixed_mib", where)
     return ModelMemory(
         reference_tp=as_int(required(body, "reference_tp", where), f"{where}.reference_tp"),
         layer_mib_by_inflight=tuple(
