@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from malleus_megatron.errors import EXIT_BAD_INPUT
+
 if TYPE_CHECKING:
     from malleus_megatron.plan.plan import Plan
     from malleus_megatron.planner.explanation import Explanation
@@ -23,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Explain a plan.
+    """Explain a plan; 2 if it does not fit the problem, which is said line by line.
 
     Raises:
         BadInputError: wrong input, or a plan for another cluster (exit status 2).
@@ -34,18 +36,20 @@ def main(arguments: argparse.Namespace) -> int:
     from malleus_megatron.planner.explanation import explain
 
     plan = read_plan(arguments.plan)
+    status = 0
     if arguments.problem is None:
         document: dict[str, Any] = {"schema_version": 1, "predicted": _predicted(plan)}
         text = render_plan(plan, None, plan.predicted.memory_mib if plan.predicted else None)
     else:
         found = explain(read_problem(arguments.problem), plan)
+        status = EXIT_BAD_INPUT if found.faults else 0
         document = _document(plan, found)
         text = render_plan(plan, found.costs.stage_times_s, found.costs.memory_mib)
         text += "\n" + "\n".join(_sentences(plan, found)) + "\n"
     if arguments.json:
         text = json.dumps(document, sort_keys=True, allow_nan=False) + "\n"
     sys.stdout.write(text)
-    return 0
+    return status
 
 
 def _predicted(plan: "Plan") -> dict[str, Any] | None:

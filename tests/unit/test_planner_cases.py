@@ -216,6 +216,16 @@ def test_json_is_all_that_is_on_standard_output(tmp_path: Path, capsys: Any) -> 
     assert found["faults"] == []
 
 
+def test_explain_of_a_plan_that_does_not_fit_is_status_2(tmp_path: Path, capsys: Any) -> None:
+    asked = write(tmp_path / "p.json", problem([4], 8, 16))
+    out = tmp_path / "plan.json"
+    assert main(["plan", asked, "--out", str(out)]) == 0
+    other = write(tmp_path / "other.json", problem([4], 8, 16, rates={"1": "inf"}))
+    capsys.readouterr()
+    assert main(["explain", str(out), "--problem", other]) == 2
+    assert "FAULT: " in capsys.readouterr().out
+
+
 def test_explain_says_who_bounds_the_step(tmp_path: Path, capsys: Any) -> None:
     document = problem([4], 8, 16, rates={"1": 1.5})
     out = tmp_path / "plan.json"
