@@ -38,9 +38,9 @@ class EventLog:
         if self._file is None:
             return
         line = {"event": event, "iteration": iteration} | values
-        text = json.dumps(_plain(line), sort_keys=True, allow_nan=False)
+        text = json_line(line)
         with self._until_it_fails():
-            self._file.write(text + "\n")
+            self._file.write(text)
             self._file.flush()
 
     def keep(self, name: str, text: str) -> None:
@@ -66,6 +66,11 @@ class EventLog:
         except OSError as error:
             self.failure = f"Events are no longer written to {self._folder}: {error}."
             self._file = None
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """One line of JSON with its end; numbers that JSON has no word for (NaN, inf) become text."""
+    return json.dumps(_plain(values), sort_keys=True, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -4,19 +4,18 @@ Only `train_step` is wrapped, and nothing is communicated: the rank that holds t
 """
 
 import functools
-import json
 import logging
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.events import json_line
 from malleus_megatron.runtime.patching import Replacement
 
 _log = logging.getLogger(__name__)
 
-SIGNATURE = (
+TRAIN_STEP_SIGNATURE = (
     "(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, "
     "forward_backward_func, iteration=, pg_collection=, p2p_communicator=)"
 )
@@ -38,7 +37,7 @@ def recorder_row(path: Path) -> Replacement:
         target="megatron.training.training.train_step",
         make=functools.partial(_recorded, path=path),
         reason="--malleus-record writes what the step returns",
-        signature=SIGNATURE,
+        signature=TRAIN_STEP_SIGNATURE,
     )
 
 
@@ -78,18 +77,15 @@ def _is_first_holder_of_the_loss() -> bool:
     )
 
 
-def _number(value: Any) -> float | str | None:
-    """A float; text for what JSON has no number for; None where the step has none."""
-    if value is None:
-        return None
-    number = float(value)
-    return number if math.isfinite(number) else str(number)
+def _number(value: Any) -> float | None:
+    """A float; None where the step has none."""
+    return None if value is None else float(value)
 
 
 def _write_line(file: TextIO, line: dict[str, Any]) -> None:
     """A disk that is full must not end a training job: what cannot be written is said and lost."""
     try:
-        file.write(json.dumps(line, sort_keys=True, allow_nan=False) + "\n")
+        file.write(json_line(line))
         file.flush()
     except OSError as error:
         _log.warning("--malleus-record: iteration %d is not written: %s", line["iteration"], error)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from malleus_megatron.adapter.plugin import Plugin
+from malleus_megatron.adapter.record import TRAIN_STEP_SIGNATURE
 from malleus_megatron.adapter.schedule import under_plan, with_loss_divisor
 from malleus_megatron.config import add_flags
 from malleus_megatron.runtime.patching import Replacement
@@ -53,8 +54,7 @@ def _training_rows(plugin: Plugin) -> tuple[Replacement, ...]:
         ),
         Replacement(
             target="megatron.training.training.train_step",
-            signature="(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, "
-            "config, forward_backward_func, iteration=, pg_collection=, p2p_communicator=)",
+            signature=TRAIN_STEP_SIGNATURE,
             make=functools.partial(_step, plugin),
             reason="The iteration boundary: timings out, plans in, on all ranks together.",
         ),

@@ -14,13 +14,8 @@ class CurrentPlan:
         """Start under the nominal plan, generation 0."""
         self.nominal = nominal
         self.level = level
-        self.plan = nominal
         self.generation = 0
-
-    @property
-    def plan_id(self) -> str:
-        """The hash of the present plan."""
-        return plan_id(self.plan)
+        self._take(nominal)
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that this job cannot run under.
@@ -49,7 +44,7 @@ class CurrentPlan:
 
     def switch(self, plan: Plan) -> None:
         """Take a checked plan as the present one: the next generation."""
-        self.plan = plan
+        self._take(plan)
         self.generation += 1
 
     def counts(self, num_microbatches: int) -> tuple[int, ...]:
@@ -59,8 +54,13 @@ class CurrentPlan:
         """
         if num_microbatches != self.plan.num_microbatches:
             counts = scaled_counts(self.plan.microbatch_counts, num_microbatches)
-            self.plan = self.plan.with_counts(counts)
+            self._take(self.plan.with_counts(counts))
         return self.plan.microbatch_counts
+
+    def _take(self, plan: Plan) -> None:
+        """Hash it here: the id is asked for in every iteration, and a large job's plan is long."""
+        self.plan = plan
+        self.plan_id = plan_id(plan)
 
 
 def _first_difference(plan: Plan, nominal: Plan) -> str:
