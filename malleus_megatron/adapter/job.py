@@ -4,21 +4,23 @@ All ranks call the same methods in the same order; each boundary has one exchang
 broadcast more when rank 0 offers a plan.
 """
 
-import json
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from malleus_megatron.adapter.data import TrainBatches
+from malleus_megatron.adapter.data import Batches
 from malleus_megatron.adapter.inputs import Inputs
-from malleus_megatron.adapter.report import Reporter
+from malleus_megatron.adapter.layers import layers_of
+from malleus_megatron.adapter.plan_changes import PlanChanges
+from malleus_megatron.adapter.reshape.evaluation import Evaluation
+from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.config import Level
-from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.errors import MalleusError
-from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
-from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.microbatches import spread_counts
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.pacing import PaceReport
@@ -27,6 +29,7 @@ LEGACY_LOSS = (
     "the script's loss function reports a mean, not a [sum, tokens] pair: its average over "
     "pipelines is only right with equal micro-batch counts"
 )
+NO_DATA = "the script builds no training data on some ranks; a reshaped job needs it on all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,30 +52,33 @@ class Job:
         *,
         pipeline: int,
         agreement: Agreement,
-        current: CurrentPlan,
+        changes: PlanChanges,
         inputs: Inputs,
         clock: LayerClock,
-        reporter: Reporter | None,
     ) -> None:
         """Take the parts; nothing is called yet.
 
         Args:
-            pipeline: Of this rank.
+            pipeline: Of this rank under the nominal plan.
             agreement: The control channel of all ranks.
-            current: The plan in force.
+            changes: Knows the plan in force and how to change it.
             inputs: What the user's files say.
             clock: Times this rank's layers.
-            reporter: On rank 0, who tells people and the sidecar.
         """
         self.clock = clock
-        self.batches: TrainBatches | None = None
-        self._pipeline = pipeline
+        self.batches: Batches | None = None
+        self.evaluation = Evaluation()
+        self._nominal_pipeline = pipeline
         self._agreement = agreement
-        self._current = current
+        self._changes = changes
+        self._changes.after_move = self._after_move
+        self._current = changes.current
+        self._reporter = changes.reporter
+        self._switch = changes.switch
         self._inputs = inputs
-        self._reporter = reporter
         self._iteration: int | None = None
-        self._counts: tuple[int, ...] = current.plan.microbatch_counts
+        self._counts: tuple[int, ...] = self._current.plan.microbatch_counts
+        self._losses: Any = None
         self._finished: Finished | None = None
         self._loss_is_per_token = True
 
@@ -81,6 +87,27 @@ class Job:
         """Whether pipelines may get unequal numbers of micro-batches."""
         return self._current.level >= Level.rebalance
 
+    @property
+    def may_reshape(self) -> bool:
+        """Whether this rank may come to sit anywhere in a pipeline."""
+        return self._current.level >= Level.reshape
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether other stages than Megatron's own are in place."""
+        return self._switch is not None and not self._switch.is_nominal
+
+    @property
+    def pipeline(self) -> int | None:
+        """Of this rank now; None on standby."""
+        if self._switch is None or self._switch.view.seat is None:
+            return self._nominal_pipeline
+        return self._switch.view.seat.pipeline
+
+    def in_view(self) -> AbstractContextManager[None]:
+        """Around Megatron's code for a step or an evaluation: its globals say the present plan."""
+        return contextlib.nullcontext() if self._switch is None else self._switch.view.shown()
+
     def begin_iteration(self, iteration: int) -> None:
         """Cross the boundary before an iteration (from 1): report the last one, switch plans."""
         first = self._iteration is None
@@ -88,27 +115,55 @@ class Job:
         self._cross_boundary()
         scripted = self._inputs.plan_at(iteration, first=first)
         if scripted is not None:
-            self._switch_if_possible(scripted)
+            self._changes.take_scripted(scripted, iteration)
+        self._changes.settle(iteration)
         pipelines = len(self._current.nominal.pipelines)
         self._counts = self._current.counts(get_num_microbatches() * pipelines)
         self.clock.start_iteration(iteration)
 
-    def begin_schedule(self) -> int:
-        """Point the data at this step's split; the number of micro-batches of this pipeline."""
+    def run_schedule(self, schedule: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run a training step's forward and backward passes under the present plan.
+
+        Args:
+            schedule: Megatron's own for the nominal plan.
+            kwargs: As Megatron calls it.
+        """
+        pipeline = self.pipeline
         if self.batches is not None and self._iteration is not None:
-            self.batches.begin_step(self._iteration, self._counts)
-        return self._counts[self._pipeline]
+            self.batches.begin_step(self._iteration, self._counts, pipeline)
+        kwargs["num_microbatches"] = 0 if pipeline is None else self._counts[pipeline]
+        if self._switch is None or self._switch.steps is None:
+            losses = schedule(**kwargs)
+            self._note_losses(losses)
+            return losses
+        self._losses = self._switch.steps.forward_backward(**kwargs)
+        return self._losses
 
-    def note_losses(self, losses: Any) -> None:
-        """Look at what the schedule gave back: only [sum, tokens] pairs can be split unequally."""
-        if isinstance(losses, list) and losses and isinstance(losses[0], dict):
-            self._loss_is_per_token = all(
-                getattr(value, "numel", lambda: 0)() == 2 for value in losses[0].values()
-            )
+    def loss_divisor(self, num_microbatches: int) -> int:
+        """By what a micro-batch's loss is divided: see `with_loss_divisor`."""
+        return sum(self._counts) if self.is_reshaped else num_microbatches
 
-    def end_iteration(self, outcome: tuple[Any, ...], step_time_s: float) -> None:
-        """Keep what Megatron's train_step gave back until the next boundary."""
+    def evaluate_step(self, schedule: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run the forward passes of an evaluation step: equal counts, or the plan's shares."""
+        nominal = len(self._current.nominal.pipelines)
+        total = kwargs["num_microbatches"] * nominal
+        if self._switch is None or self._switch.steps is None:
+            self.evaluation.begin_step((kwargs["num_microbatches"],) * nominal, self.pipeline)
+            return schedule(**kwargs)
+        counts = spread_counts(self._current.plan.microbatch_counts, total)
+        kwargs["num_microbatches"] = self.evaluation.begin_step(counts, self.pipeline)
+        return self.evaluation.note(self._switch.steps.forward_backward(**kwargs))
+
+    def end_iteration(self, outcome: tuple[Any, ...], step_time_s: float) -> tuple[Any, ...]:
+        """Keep what Megatron's train_step gave back until the next boundary.
+
+        Returns:
+            The outcome; in a reshaped job with the loss on every rank, as the last rank prints it.
+        """
         self.clock.finish_iteration()
+        if self.is_reshaped and self._losses:
+            outcome = (mean_losses(self._losses), *outcome[1:])
+        self._losses = None
         losses, skipped, grad_norm = outcome[0], outcome[1], outcome[5]
         self._finished = Finished(
             iteration=self._iteration or 0,
@@ -117,24 +172,50 @@ class Job:
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=bool(skipped),
         )
+        return outcome
+
+    def in_nominal_stages(self) -> bool:
+        """Before code that knows Megatron's own stages only, such as saving a checkpoint.
+
+        The next iteration goes on under the plan in force.
+
+        Returns:
+            Whether they are in place; if not, a warning has said why.
+        """
+        return self._changes.to_nominal_stages(self._iteration or 0)
 
     def finish(self, *, together: bool) -> None:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
+            self._changes.to_nominal_stages(self._iteration or 0)
+            self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
         if self._reporter is not None:
             self._reporter.close()
 
+    def _after_move(self) -> None:
+        """Time the layers of the stage that is in place now."""
+        assert self._switch is not None
+        seat = self._switch.view.seat
+        layers = layers_of(self._switch.model)
+        self.clock.attach(layers, tp_degree=self._nominal_tp if seat is None else seat.tp_degree)
+
+    @property
+    def _nominal_tp(self) -> int:
+        stages = self._current.nominal.pipelines[self._nominal_pipeline].stages
+        return next(len(s.gpus) for s in stages if self._agreement.rank in s.gpus)
+
     def _cross_boundary(self) -> None:
-        offer = b""
-        if self._reporter is not None:
-            offer = self._offer()
+        iteration = self._iteration or 0
+        offer = self._changes.offer()
         rows = self._exchange(offer=offer)
         self._check_loss(rows)
+        if self.may_reshape and not all(row.has_data for row in rows):
+            self._changes.sink(Level.rebalance, NO_DATA, iteration)
         num_bytes = int(rows[0].offer_bytes)
         if num_bytes:
-            self._consider(self._agreement.broadcast(offer, num_bytes))
+            self._changes.consider(offer, num_bytes, iteration)
 
     def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
         """Give all ranks this rank's row; rank 0 reports the table."""
@@ -146,7 +227,10 @@ class Job:
         return rows
 
     def _row(self) -> BoundaryRow:
-        row = BoundaryRow(loss_is_per_token=float(self._loss_is_per_token))
+        row = BoundaryRow(
+            loss_is_per_token=float(self._loss_is_per_token),
+            has_data=float(self.batches is not None),
+        )
         finished = self._finished
         if finished is None:
             return row
@@ -165,59 +249,14 @@ class Job:
         )
         return row.with_sample(self.clock.read())
 
+    def _note_losses(self, losses: Any) -> None:
+        """Only [sum, tokens] pairs can be split unequally."""
+        if isinstance(losses, list) and losses and isinstance(losses[0], dict):
+            self._loss_is_per_token = all(
+                getattr(value, "numel", lambda: 0)() == 2 for value in losses[0].values()
+            )
+
     def _check_loss(self, rows: list[BoundaryRow]) -> None:
         """Go down to observe together if any rank saw a loss that cannot be split unequally."""
-        if not self.moves_microbatches or all(row.loss_is_per_token for row in rows):
-            return
-        self._current.level = Level.observe
-        if self._reporter is not None:
-            self._reporter.level(self._current, LEGACY_LOSS, self._iteration or 0)
-        self._switch(self._current.nominal)
-
-    def _offer(self) -> bytes:
-        """On rank 0: a plan from the sidecar that this job can run under, as bytes."""
-        assert self._reporter is not None
-        plan = self._reporter.take_offer()
-        if plan is None:
-            return b""
-        try:
-            self._current.check(plan)
-        except MalleusError as error:
-            self._reporter.reject(plan, str(error))
-            return b""
-        return canonical_json(plan_to_json(plan)).encode()
-
-    def _consider(self, payload: bytes) -> None:
-        """Switch to an offered plan if every rank reads the same one and can run under it."""
-        fault = None
-        plan = None
-        try:
-            plan = plan_from_json(json.loads(payload))
-            self._current.check(plan)
-        except (MalleusError, ValueError) as error:
-            fault = str(error)
-        identity = "none" if plan is None else plan_id(plan)
-        # Every rank takes part in both collectives, whatever it found by itself.
-        difference = self._agreement.first_difference(identity)
-        reason = self._agreement.first_text(fault or difference)
-        if reason is None and plan is not None:
-            self._switch(plan)
-        elif self._reporter is not None:
-            self._reporter.reject(plan, reason or "it could not be read")
-
-    def _switch_if_possible(self, plan: Plan) -> None:
-        """Switch to a scripted plan; a job whose level has sunk stays, and says so."""
-        try:
-            self._current.check(plan)
-        except MalleusError as error:
-            if self._reporter is not None:
-                self._reporter.reject(plan, str(error))
-        else:
-            self._switch(plan)
-
-    def _switch(self, plan: Plan) -> None:
-        if plan == self._current.plan:
-            return
-        self._current.switch(plan)
-        if self._reporter is not None:
-            self._reporter.switched(self._current, self._iteration or 0)
+        if self.moves_microbatches and not all(row.loss_is_per_token for row in rows):
+            self._changes.sink(Level.observe, LEGACY_LOSS, self._iteration or 0)

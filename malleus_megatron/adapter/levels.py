@@ -1,15 +1,13 @@
 """How far the plugin can go with a recipe, and why not further."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from malleus_megatron.config import Level
 from malleus_megatron.errors import LevelError
 
-HIGHEST = Level.rebalance
-"""What this version can do at best."""
-HIGHEST_REASON = "this version moves micro-batches only"
+HIGHEST_REASON = "nothing holds this recipe back"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +20,7 @@ class LevelDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Obstacle:
-    """A setting under which pipelines must all get the same number of micro-batches."""
+    """A setting under which a level cannot be reached."""
 
     present: Callable[[Any], bool]
     """Megatron's parsed arguments -> whether the recipe uses it."""
@@ -38,11 +36,13 @@ def _above_one(name: str) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
 
-REBALANCE_OBSTACLES: tuple[Obstacle, ...] = (
-    Obstacle(
-        present=lambda args: args.data_parallel_size < 2,
-        reason="one pipeline only (data parallel size 1): micro-batches have nowhere to move",
-    ),
+ONE_PIPELINE = Obstacle(
+    present=lambda args: args.data_parallel_size < 2,
+    reason="one pipeline only (data parallel size 1): micro-batches have nowhere to move",
+)
+"""Stands in the way of level rebalance alone: a reshaped job may have more pipelines."""
+
+OBSERVE_OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         present=_set("virtual_pipeline_model_parallel_size"),
         reason="virtual pipeline stages: the interleaved schedule needs equal micro-batch counts",
@@ -102,16 +102,103 @@ REBALANCE_OBSTACLES: tuple[Obstacle, ...] = (
 )
 
 
-def decide_level(args: Any) -> LevelDecision:
+RESHAPE_OBSTACLES: tuple[Obstacle, ...] = (
+    Obstacle(
+        present=lambda args: args.overlap_grad_reduce or args.overlap_param_gather,
+        reason="overlapped gradient sums and parameter gathers are not covered yet",
+    ),
+    Obstacle(
+        present=_set("fp16"), reason="fp16 with its dynamic loss scale is not covered yet (bf16 is)"
+    ),
+    Obstacle(
+        present=lambda args: _set("fp8")(args) or _set("fp4")(args),
+        reason="fp8 and fp4 scaling factors cannot be moved yet",
+    ),
+    Obstacle(
+        present=lambda args: args.optimizer != "adam",
+        reason="only Adam's state can be moved",
+    ),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args)
+            for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "use_mup")
+        ),
+        reason="the state of precision-aware, offloaded and muP optimizers cannot be moved yet",
+    ),
+    Obstacle(
+        present=_set("tp_comm_overlap"),
+        reason="--tp-comm-overlap allocates its buffers for one TP degree",
+    ),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args) for name in ("defer_embedding_wgrad_compute", "delay_wgrad_compute")
+        ),
+        reason="delayed weight gradients are not covered yet",
+    ),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args) for name in ("full_validation", "multiple_validation_sets")
+        ),
+        reason="validation on whole or several sets is not covered yet",
+    ),
+    Obstacle(present=_set("async_save"), reason="asynchronous saves are not covered yet"),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args)
+            for name in (
+                *("log_params_norm", "check_weight_hash_across_dp_replicas_interval"),
+                *("save_params_interval", "save_wgrads_interval"),
+                *("save_activations_interval", "save_dgrads_interval"),
+                *("qk_clip", "log_max_attention_logit", "nccl_ub"),
+            )
+        ),
+        reason="a diagnostic of this recipe reads parameters by Megatron's own groups",
+    ),
+    Obstacle(
+        present=lambda args: _set("logits_save_dir")(args) or _set("logits_load_dir")(args),
+        reason="distillation attaches itself to the first model that is built",
+    ),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args)
+            for name in (
+                *("multi_latent_attention", "experimental_attention_variant"),
+                *("heterogeneous_layers_config_path", "init_model_with_meta_device"),
+                *("spec", "yaml_cfg", "modelopt_enabled", "freeze_all_layers"),
+            )
+        ),
+        reason="only dense decoders in Megatron's standard layers can be reshaped",
+    ),
+)
+
+
+def decide_level(args: Any, *, own_model: bool = False) -> LevelDecision:
     """The highest level at which this recipe trains right.
 
     Args:
         args: Megatron's arguments, after its validation.
+        own_model: The script builds its model by itself, not from Megatron's GPT configuration.
     """
-    for obstacle in REBALANCE_OBSTACLES:
-        if obstacle.present(args):
-            return LevelDecision(level=Level.observe, reason=obstacle.reason)
-    return LevelDecision(level=HIGHEST, reason=HIGHEST_REASON)
+    reason = _first_reason(OBSERVE_OBSTACLES, args)
+    if reason is not None:
+        return LevelDecision(level=Level.observe, reason=reason)
+    reason = _first_reason(RESHAPE_OBSTACLES, args)
+    if own_model:
+        reason = "the script builds its model itself, not from Megatron's GPT configuration"
+    if reason is None:
+        return LevelDecision(level=Level.reshape, reason=HIGHEST_REASON)
+    return without_reshape(args, reason)
+
+
+def without_reshape(args: Any, reason: str) -> LevelDecision:
+    """The level of a job that cannot be reshaped."""
+    if ONE_PIPELINE.present(args):
+        return LevelDecision(level=Level.observe, reason=f"{ONE_PIPELINE.reason}; {reason}")
+    return LevelDecision(level=Level.rebalance, reason=reason)
+
+
+def _first_reason(obstacles: Sequence[Obstacle], args: Any) -> str | None:
+    return next((one.reason for one in obstacles if one.present(args)), None)
 
 
 def check_required(decision: LevelDecision, required: Level | None) -> None:

@@ -1,8 +1,11 @@
 """The plugin in one training process: from its installation to the end of training."""
 
+from collections.abc import Callable
 from typing import Any
 
-from malleus_megatron.adapter.data import BuildLoader, TrainBatches
+from megatron.core import mpu
+
+from malleus_megatron.adapter.data import Batches, BuildLoader, NominalReader
 from malleus_megatron.adapter.job import Job
 from malleus_megatron.adapter.setup import JobSetup, begin_setup, finish_setup
 from malleus_megatron.config import MalleusConfig
@@ -20,40 +23,71 @@ class Plugin:
         self._setup: JobSetup | None = None
         self._waits: Installed | None = None
         self._loaders_built = 0
+        self._reads = True
+        """Whether this rank reads data in stock."""
 
-    def before_model(self) -> None:
+    def before_model(self, containers: Any, collection: Any) -> None:
         """Decide the level and read the user's files, before anything expensive is built.
+
+        Args:
+            containers: Megatron's configuration of the job; None where the script builds its model.
+            collection: Megatron's process groups.
 
         Raises:
             MalleusError: on all ranks together.
         """
-        self._setup = begin_setup(self.config)
+        self._setup = begin_setup(self.config, containers, collection)
 
-    def set_up(self, model: list[Any]) -> None:
-        """Make the job around the model that was built.
+    def set_up(self, built: tuple[list[Any], Any, Any]) -> None:
+        """Make the job around the model, optimizer and scheduler that were built.
 
         Raises:
             MalleusError: on all ranks together.
         """
         if self._setup is None:
             raise AssertionError("set_up comes after before_model")
-        self.job = finish_setup(self._setup, model)
+        self.job = finish_setup(self._setup, built)
         self._waits = Installed(wait_rows(self.job.clock))
 
-    def loader(self, dataset: Any, consumed_samples: int, *, build: BuildLoader) -> Any:
-        """The loader for one of Megatron's datasets: ours for training, stock for the others.
+    def is_built_here(self, stock: Callable[[], bool]) -> Callable[[], bool]:
+        """Whether a rank builds the data: in a job that may be reshaped all do, for any may read.
 
-        Megatron builds the training loader first, except under --skip-train, where the level is
-        observe.
+        Args:
+            stock: The recipe's own rule.
+        """
+        if self.job is None or not self.job.may_reshape:
+            return stock
+        self._reads = bool(stock())
+        return lambda: True
+
+    def loader(self, dataset: Any, consumed_samples: int, *, build: BuildLoader) -> Any:
+        """The loader for one of Megatron's datasets: ours for training and validation.
+
+        Megatron builds the training loader first, the validation loader next, except under
+        --skip-train, where the level is observe.
         """
         self._loaders_built += 1
-        first = self._loaders_built == 1
-        if self.job is None or not self.job.moves_microbatches or not first or dataset is None:
+        job, number = self.job, self._loaders_built
+        if job is None or not job.moves_microbatches or dataset is None:
             return build(dataset, consumed_samples)
-        self.job.batches = TrainBatches(
-            dataset, consumed_samples, build=build, pause=self.job.clock.pause
+        if number > (2 if job.may_reshape else 1):
+            return build(dataset, consumed_samples)
+        batches = Batches(
+            dataset,
+            consumed_samples,
+            build=build,
+            pause=job.clock.pause,
+            nominal=NominalReader(
+                data_parallel_rank=mpu.get_data_parallel_rank(),
+                data_parallel_size=mpu.get_data_parallel_world_size(),
+                reads=self._reads,
+            ),
         )
-        return self.job.batches
+        if number == 1:
+            job.batches = batches
+        else:
+            job.evaluation.batches = batches
+        return batches
 
     def finish(self, *, together: bool) -> None:
         """End the job.

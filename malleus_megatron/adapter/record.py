@@ -68,11 +68,12 @@ def _recorded(train_step: Callable[..., Any], *, path: Path) -> Callable[..., An
 
 
 def _is_first_holder_of_the_loss() -> bool:
-    """The last stage's TP rank 0 in the first pipeline."""
+    """The nominal last stage's TP rank 0 in the first pipeline."""
     from megatron.core import mpu
 
     return bool(
-        mpu.get_tensor_model_parallel_rank() == 0
+        mpu.is_pipeline_last_stage()
+        and mpu.get_tensor_model_parallel_rank() == 0
         and mpu.get_data_parallel_rank(with_context_parallel=True) == 0
     )
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.control.values import Decision, JobDescription, Observation
+from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.events import EventLog
+from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
+from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
 
 _NEWS = 0.05
@@ -21,7 +23,12 @@ class Reporter:
     """Says what happens. Nothing here can stop or slow down a step."""
 
     def __init__(
-        self, *, events: EventLog, say: Callable[[str], None], sidecar: SidecarClient | None
+        self,
+        *,
+        events: EventLog,
+        say: Callable[[str], None],
+        sidecar: SidecarClient | None,
+        freedom: Freedom | None = None,
     ) -> None:
         """Say nothing yet.
 
@@ -29,7 +36,9 @@ class Reporter:
             events: Where events and plans go; closed at the end.
             say: Prints one line into the training log.
             sidecar: The client, already started; None: no re-planning.
+            freedom: What a planner may do at level reshape.
         """
+        self._freedom = freedom
         self._say = say
         self._sidecar = sidecar
         self._events = events
@@ -43,7 +52,20 @@ class Reporter:
         self._events.write("level", iteration, level=current.level.name, reason=reason)
         self._say(f"level {current.level.name}: {reason}")
         if self._sidecar is not None:
-            self._sidecar.describe(JobDescription(nominal=current.nominal, level=current.level))
+            self._describe(current)
+
+    def _describe(self, current: CurrentPlan) -> None:
+        if self._sidecar is None:
+            return
+        present = None if current.plan.same_layout(current.nominal) else current.plan
+        self._sidecar.describe(
+            JobDescription(
+                nominal=current.nominal,
+                level=current.level,
+                freedom=self._freedom,
+                present=present,
+            )
+        )
 
     def warning(self, message: str) -> None:
         """Say that something went wrong and what happens now."""
@@ -105,12 +127,27 @@ class Reporter:
         self._events.keep(
             f"plans/generation-{current.generation}.json", canonical_json(document) + "\n"
         )
-        counts = " ".join(map(str, plan.microbatch_counts))
         predicted = plan.predicted.step_time_s if plan.predicted else None
         expected = "" if predicted is None else f", predicted step {predicted:.3f} s"
-        self._say(
-            f"iteration {iteration}: plan {current.generation}, micro-batches {counts}{expected}"
+        self._say(f"iteration {iteration}: plan {current.generation}, {in_short(plan)}{expected}")
+
+    def migrated(self, migration: Migration, current: CurrentPlan, iteration: int) -> None:
+        """Say what moved for the present plan; the sidecar plans from its layout."""
+        total = sum(migration.received_bytes)
+        self._events.write(
+            "migration",
+            iteration,
+            generation=current.generation,
+            bytes=total,
+            seconds=migration.seconds,
+            peak_extra_bytes=migration.peak_extra_bytes,
+            received_bytes=list(migration.received_bytes),
+            needed_bytes=list(migration.needed_bytes),
         )
+        self._say(
+            f"iteration {iteration}: moved {total / 2**20:.1f} MiB in {migration.seconds:.2f} s"
+        )
+        self._describe(current)
 
     def close(self) -> None:
         """Stop the sidecar and close the log."""

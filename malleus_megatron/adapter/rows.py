@@ -25,6 +25,7 @@ class BoundaryRow:
     grad_norm: float = ABSENT
     skipped: float = 0.0
     loss_is_per_token: float = 1.0
+    has_data: float = 0.0
     sample_iteration: float = ABSENT
     layer_forward_s: float = ABSENT
     layer_backward_s: float = ABSENT

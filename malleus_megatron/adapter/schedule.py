@@ -17,25 +17,23 @@ def under_plan(job: "Job", schedule: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(schedule)
     def forward_backward(**kwargs: Any) -> Any:
-        if kwargs.get("forward_only") or not job.moves_microbatches:
-            # Evaluation reads its own loader, which deals equal counts.
+        if kwargs.get("forward_only"):
+            return job.evaluate_step(schedule, kwargs)
+        if not job.moves_microbatches:
             return schedule(**kwargs)
-        nominal = kwargs["num_microbatches"]
-        kwargs["num_microbatches"] = job.begin_schedule()
-        with _dividing_loss_by(nominal):
-            losses = schedule(**kwargs)
-        job.note_losses(losses)
-        return losses
+        with _dividing_loss_by(job.loss_divisor(kwargs["num_microbatches"])):
+            return job.run_schedule(schedule, kwargs)
 
     return forward_backward
 
 
 def with_loss_divisor(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `forward_step_calc_loss` divide by the nominal count while a plan's schedule runs.
+    """Let `forward_step_calc_loss` divide by another count while a plan's schedule runs.
 
     Megatron divides each micro-batch's loss by its pipeline's count n and averages gradients over
     the D pipelines: 1 / (n * D). With n the nominal count that is 1 / all micro-batches of the
     step, whatever a pipeline's own count is, and the same operations in the same order as stock.
+    In a reshaped job gradients are summed over the owners, and the divisor is n * D.
     """
 
     @functools.wraps(original)

@@ -21,7 +21,7 @@ MEGATRON_VERSIONS = ("0.19",)
 
 def seam_rows(plugin: Plugin) -> tuple[Replacement, ...]:
     """The table, with replacements that act for this plugin."""
-    return (*_training_rows(plugin), *_schedule_rows(plugin))
+    return (*_training_rows(plugin), *_reshape_rows(plugin), *_schedule_rows(plugin))
 
 
 def _training_rows(plugin: Plugin) -> tuple[Replacement, ...]:
@@ -70,6 +70,35 @@ def _training_rows(plugin: Plugin) -> tuple[Replacement, ...]:
     )
 
 
+def _reshape_rows(plugin: Plugin) -> tuple[Replacement, ...]:
+    """What Megatron does between training steps, in a job that may be reshaped."""
+    return (
+        Replacement(
+            target="megatron.training.training.evaluate",
+            signature="(forward_step_func, data_iterator, model, process_non_loss_data_func, "
+            "config, verbose=, non_loss_data_func=, eval_iters=, pg_collection=, "
+            "p2p_communicator=)",
+            make=functools.partial(_evaluate, plugin),
+            reason="A reshaped job evaluates under its plan; every rank knows the loss.",
+        ),
+        Replacement(
+            target="megatron.training.training.save_checkpoint_and_time",
+            signature="(iteration, model, optimizer, opt_param_scheduler, "
+            "num_floating_point_operations_so_far, checkpointing_context, "
+            "non_persistent_ckpt=, train_data_iterator=)",
+            make=functools.partial(_save, plugin),
+            reason="A reshaped job saves from Megatron's own stages, then goes back to its plan.",
+        ),
+        Replacement(
+            target="megatron.core.datasets.blended_megatron_dataset_builder."
+            "BlendedMegatronDatasetBuilder.__init__",
+            signature="(self, cls, sizes, is_built_on_rank, config)",
+            make=functools.partial(_build_data, plugin),
+            reason="In a job that may be reshaped any rank may come to read data.",
+        ),
+    )
+
+
 def _schedule_rows(plugin: Plugin) -> tuple[Replacement, ...]:
     """The pipeline schedules of Megatron's core."""
     return (
@@ -110,9 +139,9 @@ def _add_flags(original: Callable[..., Any]) -> Callable[..., Any]:
 def _set_up(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        plugin.before_model()
+        plugin.before_model(kwargs.get("cfg_container"), kwargs.get("pg_collection"))
         built = original(*args, **kwargs)
-        plugin.set_up(built[0])
+        plugin.set_up(built)
         return built
 
     return setup_model_and_optimizer
@@ -143,11 +172,45 @@ def _step(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, iteration=iteration, **kwargs)
         job.begin_iteration(iteration + 1)
         started = time.perf_counter()
-        outcome = original(*args, iteration=iteration, **kwargs)
-        job.end_iteration(outcome, time.perf_counter() - started)
-        return outcome
+        with job.in_view():
+            outcome = original(*args, iteration=iteration, **kwargs)
+        return job.end_iteration(outcome, time.perf_counter() - started)
 
     return train_step
+
+
+def _evaluate(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        job = plugin.job
+        if job is None or not job.is_reshaped:
+            return original(*args, **kwargs)
+        job.evaluation.begin()
+        with job.in_view():
+            losses, collected, time_is_up = original(*args, **kwargs)
+        return losses and job.evaluation.losses(), collected, time_is_up
+
+    return evaluate
+
+
+def _save(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
+        if plugin.job is None or plugin.job.in_nominal_stages():
+            return original(*args, **kwargs)
+        return None
+
+    return save_checkpoint_and_time
+
+
+def _build_data(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(  # noqa: N807 - it replaces the method of that name
+        self: Any, cls: Any, sizes: Any, is_built_on_rank: Any, config: Any
+    ) -> None:
+        original(self, cls, sizes, plugin.is_built_here(is_built_on_rank), config)
+
+    return __init__
 
 
 def _train(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,24 +1,31 @@
 """Making the job: level, nominal plan, user's files, clock, reporter. Errors reach all ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.transformer_layer import BaseTransformerLayer
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
 from malleus_megatron.adapter.inputs import Inputs, check_plans, read_inputs
 from malleus_megatron.adapter.job import Job
-from malleus_megatron.adapter.levels import LevelDecision, check_required, decide_level
+from malleus_megatron.adapter.layers import layers_of
+from malleus_megatron.adapter.levels import (
+    LevelDecision,
+    check_required,
+    decide_level,
+    without_reshape,
+)
+from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.report import Reporter
-from malleus_megatron.config import MalleusConfig
+from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
+from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.control.values import JobDescription
-from malleus_megatron.errors import MalleusError
+from malleus_megatron.control.values import Freedom, JobDescription
+from malleus_megatron.errors import MalleusError, MigrationError
 from malleus_megatron.events import EventLog
 from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
@@ -37,17 +44,26 @@ class JobSetup:
     inputs: Inputs
     events: EventLog | None
     """On rank 0, open already, so that a folder that cannot be written is found at once."""
+    containers: Any
+    """Megatron's configuration of the whole job, where the script made one."""
+    collection: Any
+    """Megatron's process groups, as `pretrain` hands them on."""
 
 
-def begin_setup(config: MalleusConfig) -> JobSetup:
+def begin_setup(config: MalleusConfig, containers: Any, collection: Any) -> JobSetup:
     """Decide the level and read the user's files; a collective.
+
+    Args:
+        config: The plugin's settings.
+        containers: Megatron's configuration of the job; None where the script builds its model.
+        collection: Megatron's process groups.
 
     Raises:
         MalleusError: on all ranks together, whichever rank met it.
     """
     args = get_args()
     agreement = Agreement(timedelta(minutes=args.distributed_timeout_minutes))
-    decision = decide_level(args)
+    decision = decide_level(args, own_model=not is_gpt(containers))
     inputs = events = None
     error = None
     try:
@@ -60,35 +76,49 @@ def begin_setup(config: MalleusConfig) -> JobSetup:
     agreement.raise_together(error)
     assert inputs is not None
     return JobSetup(
-        config=config, agreement=agreement, decision=decision, inputs=inputs, events=events
+        config=config,
+        agreement=agreement,
+        decision=decision,
+        inputs=inputs,
+        events=events,
+        containers=containers,
+        collection=collection,
     )
 
 
-def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
+def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     """Make the job around the built model; a collective.
 
     Args:
         setup: From `begin_setup`.
-        model: Megatron's model chunks of this rank.
+        built: Megatron's model chunks of this rank, their optimizer and its scheduler.
 
     Raises:
         MalleusError: on all ranks together.
     """
-    layers = [
-        module
-        for chunk in model
-        for module in chunk.modules()
-        if isinstance(module, BaseTransformerLayer)
-    ]
+    layers = layers_of(built[0])
     nominal = _nominal(setup.agreement, len(layers))
-    current = CurrentPlan(nominal, setup.decision.level)
+    ground = None
+    if setup.decision.level >= Level.reshape:
+        try:
+            ground = lay_ground(
+                setup.agreement, setup.containers, setup.collection, built, setup.inputs.pace
+            )
+        except MigrationError as reason:
+            setup = replace(setup, decision=without_reshape(get_args(), str(reason)))
+    widths = None if ground is None else ground.widths
+    current = CurrentPlan(nominal, setup.decision.level, widths)
     clock = None
     reporter = None
     error = None
     try:
+        check_required(setup.decision, setup.config.require)
         check_plans(setup.inputs, current, get_args())
         clock = _clock(setup, layers)
-        reporter = None if setup.events is None else _reporter(setup, current, setup.events)
+        freedom = None if ground is None else ground.freedom
+        reporter = (
+            None if setup.events is None else _reporter(setup, current, freedom, setup.events)
+        )
     except MalleusError as met:
         error = met
     setup.agreement.raise_together(error)
@@ -96,10 +126,14 @@ def finish_setup(setup: JobSetup, model: list[Any]) -> Job:
     return Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
-        current=current,
+        changes=PlanChanges(
+            agreement=setup.agreement,
+            current=current,
+            reporter=reporter,
+            switch=None if ground is None else ground.switch,
+        ),
         inputs=setup.inputs,
         clock=clock,
-        reporter=reporter,
     )
 
 
@@ -144,13 +178,16 @@ def _on_gpu(layers: list[Any]) -> bool:
     return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
 
 
-def _reporter(setup: JobSetup, current: CurrentPlan, events: EventLog) -> Reporter:
+def _reporter(
+    setup: JobSetup, current: CurrentPlan, freedom: Freedom | None, events: EventLog
+) -> Reporter:
     """On rank 0. The sidecar is started in the background, so that nothing waits for it."""
-    job = JobDescription(nominal=current.nominal, level=current.level)
+    job = JobDescription(nominal=current.nominal, level=current.level, freedom=freedom)
     reporter = Reporter(
         events=events,
         say=lambda line: print_rank_0(f"malleus: {line}"),
         sidecar=start_sidecar(setup.config.sidecar, job),
+        freedom=freedom,
     )
     reporter.level(current, setup.decision.reason, 0)
     return reporter

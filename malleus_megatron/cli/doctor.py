@@ -129,15 +129,17 @@ def _torch() -> list[Finding]:
 
 
 def _refusals() -> list[Finding]:
-    """What a recipe must not use: on a CPU at all, and for more than level observe."""
+    """What a recipe must not use: on a CPU at all, and for the higher levels."""
     from malleus_megatron.adapter.gpu_flags import REFUSED
-    from malleus_megatron.adapter.levels import REBALANCE_OBSTACLES
+    from malleus_megatron.adapter.levels import OBSERVE_OBSTACLES, RESHAPE_OBSTACLES
 
     flags = ", ".join(sorted({rule.flag for rule in REFUSED}))
-    reasons = "; ".join(obstacle.reason for obstacle in REBALANCE_OBSTACLES)
+    observe = "; ".join(obstacle.reason for obstacle in OBSERVE_OBSTACLES)
+    rebalance = "; ".join(obstacle.reason for obstacle in RESHAPE_OBSTACLES)
     return [
         Finding(what="CPU mode refuses", ok=True, detail=flags),
-        Finding(what="level observe only with", ok=True, detail=reasons),
+        Finding(what="level observe only with", ok=True, detail=observe),
+        Finding(what="level rebalance at most with", ok=True, detail=rebalance),
     ]
 
 

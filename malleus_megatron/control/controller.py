@@ -6,47 +6,62 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from malleus_megatron.config import Level
+from malleus_megatron.control.knowledge import Knowledge
 from malleus_megatron.control.offers import Offers
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.rebalance import rebalanced
+from malleus_megatron.control.replanning import Planned, Replanner
+from malleus_megatron.control.reshape import Move, reshape_problem, reshaped
 from malleus_megatron.control.values import Decision, JobDescription, Observation
 from malleus_megatron.cost.pipeline import step_time_s
-from malleus_megatron.detector.rates import estimate_rates
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.detector.stages import (
     StageTimes,
     healthy_stage_times,
     measured_stage_times,
 )
-from malleus_megatron.errors import BadInputError
+from malleus_megatron.errors import BadInputError, MalleusError
 from malleus_megatron.plan.codec import plan_id
 from malleus_megatron.plan.plan import Plan, PlanningNote
-from malleus_megatron.plan.rates import HEALTHY, Rates
+from malleus_megatron.plan.problem import Problem
+from malleus_megatron.plan.rates import Rates
 from malleus_megatron.planner.batches import balance_microbatches
+from malleus_megatron.planner.search import make_plan
 
 
 class Controller:
     """Same observations, same decisions: no clock, file or network decides anything here.
 
     Samples stay in the window when the counts change, since the time of one micro-batch does not
-    depend on them. Another layout is another job: make a new controller.
+    depend on them. They leave it when the layout changes (`relaid`); what was learned of the GPUs
+    stays.
     """
 
     def __init__(
-        self, job: JobDescription, policy: Policy, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        job: JobDescription,
+        policy: Policy,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        make: Callable[[Problem], Plan] = make_plan,
     ) -> None:
-        """Start with nothing seen; the clock only notes how long planning took."""
+        """Start with nothing seen.
+
+        Args:
+            job: What the job is, and what may change of it.
+            policy: The settings to begin with.
+            clock: Only notes how long planning took.
+            make: The planner.
+        """
         self.job = job
         self.policy = policy
         self.offers = Offers()
         self.seen: Observation | None = None
         self.decision: Decision | None = None
         self._clock = clock
-        self._gpus = sorted(job.nominal.all_gpus())
-        self._window: deque[tuple[Sample, ...]] = deque()
-        self._stragglers: tuple[int, ...] = ()
-        self._streak = 0
-        self._sure_streak = 0
+        self._replanner = Replanner(clock, make)
+        self._gpus = frozenset(job.nominal.all_gpus())
+        self._start_over()
 
     def observe(self, observation: Observation) -> Decision:
         """Take in one iteration and say what it shows.
@@ -62,11 +77,26 @@ class Controller:
             self._start_over()
         self.seen = observation
         self.offers.settle(observation, self.policy.offer_timeout_iterations)
-        self._window.append(observation.samples)
+        self._window.append(observation)
         while len(self._window) > self.policy.window:
             self._window.popleft()
         self.decision = self._decide(observation)
         return self.decision
+
+    def relaid(self, job: JobDescription) -> None:
+        """Go on with the same job under another layout or at another level.
+
+        Rates, healthy times, settings and refusals stay. Samples of another layout say nothing of
+        this one's stages and leave the window.
+
+        Raises:
+            BadInputError: another nominal plan: that is another job.
+        """
+        if job.nominal != self.job.nominal:
+            raise BadInputError("Another nominal plan is another job, not another layout.")
+        if not job.layout.same_layout(self.job.layout):
+            self._forget_samples()
+        self.job = job
 
     def reject(self, rejected: str, why: str) -> None:
         """The job does not want the plan with this id; it rests for a while."""
@@ -75,83 +105,137 @@ class Controller:
         self.offers.reject(rejected, why, rests_until=rests_until)
 
     def _decide(self, observation: Observation) -> Decision:
+        known = self._known
         if len(self._window) < self.policy.window:
-            return Decision(iteration=observation.iteration)
-        estimate = estimate_rates(self._window, self._gpus, threshold=self.policy.threshold)
+            return Decision(
+                iteration=observation.iteration, rates=known.rates, stragglers=known.stragglers
+            )
+        known.learn(self._window, self.job.layout, self.policy.threshold)
         decision = Decision(
             iteration=observation.iteration,
-            rates=estimate.rates,
-            stragglers=self._name_stragglers(estimate.rates),
-            ignored=estimate.ignored,
+            rates=known.rates,
+            stragglers=known.stragglers,
+            ignored=known.ignored,
         )
-        stages = measured_stage_times(self._window, self.job.nominal)
+        stages = measured_stage_times(self._samples(), self.job.layout)
         if stages is None:
             return decision
-        return replace(
-            decision,
-            step_time_s=step_time_s(stages, observation.microbatch_counts),
-            offer=self._offer(observation, stages, estimate.rates),
-        )
-
-    def _name_stragglers(self, rates: Rates) -> tuple[int, ...]:
-        """Those above the threshold, and those named before that are not clearly below it."""
-        cleared = (HEALTHY + self.policy.threshold) / 2
-        self._stragglers = tuple(
-            gpu
-            for gpu, rate in rates
-            if rate > (cleared if gpu in self._stragglers else self.policy.threshold)
-        )
-        return self._stragglers
-
-    def _offer(self, observation: Observation, stages: StageTimes, rates: Rates) -> Plan | None:
-        """A better plan, if the gain has lasted and the job can be asked now."""
-        if self.job.level < Level.rebalance:
-            return None
-        start_s = self._clock()
-        counts, min_gain = observation.microbatch_counts, self.policy.min_gain
-        plan = rebalanced(self.job.nominal, counts, stages, min_gain=min_gain)
-        if plan is None:
-            self._streak = self._sure_streak = 0
-        if plan is None or not self._lasts(observation, stages, plan):
-            return None
-        if not self.offers.may_make(plan_id(plan), observation.iteration):
-            return None
-        self.offers.make(plan_id(plan), observation)
-        plan = self._with_healthy_time(plan, rates)
-        return replace(plan, planning=PlanningNote(seconds=self._clock() - start_s, seed=0))
-
-    def _lasts(self, observation: Observation, stages: StageTimes, plan: Plan) -> bool:
-        """Count iterations in a row with a gain, and those with a sure one: fewer are enough."""
         now_s = step_time_s(stages, observation.microbatch_counts)
-        gain = 1 - step_time_s(stages, plan.microbatch_counts) / now_s
-        self._streak += 1
-        self._sure_streak = self._sure_streak + 1 if gain >= self.policy.sure_gain else 0
-        return (
-            self._sure_streak >= self.policy.patience or self._streak >= self.policy.long_patience
+        decision = replace(decision, step_time_s=now_s)
+        if self.job.level < Level.rebalance:
+            return decision
+        rates = self._counting_rates()
+        if self.job.may_reshape and (rates.by_gpu or not self._runs_its_recipe()):
+            return self._reshape(decision, observation, rates)
+        start_s = self._clock()
+        move = self._rebalance(observation, stages)
+        return self._offer(decision, observation, move, self._clock() - start_s)
+
+    def _runs_its_recipe(self) -> bool:
+        return self.job.layout.same_layout(self.job.nominal)
+
+    def _counting_rates(self) -> Rates:
+        """Of the GPUs that are a reason for another layout.
+
+        To leave the recipe's layout a straggler must be above the threshold now; to stay away from
+        it, it is enough that none has clearly recovered. So noise near the threshold moves nothing.
+        """
+        lowest = self.policy.threshold if self._runs_its_recipe() else 0.0
+        named = self._known.stragglers
+        return Rates.of({g: rate for g, rate in self._known.rates if g in named and rate > lowest})
+
+    def _rebalance(self, observation: Observation, stages: StageTimes) -> Move | None:
+        """Other micro-batches in the present layout, by the times of its stages as measured."""
+        counts = observation.microbatch_counts
+        stock = self.job.nominal if self._runs_its_recipe() else self.job.layout
+        plan = rebalanced(stock, counts, stages, min_gain=self.policy.min_gain)
+        if plan is None or plan.predicted is None:
+            return None
+        gain = 1 - step_time_s(stages, plan.microbatch_counts) / step_time_s(stages, counts)
+        healthy = healthy_stage_times(self._samples(), self.job.layout, self._known.rates)
+        if healthy is not None:
+            healthy_s = balance_microbatches(healthy, plan.num_microbatches).step_time_s
+            predicted = replace(plan.predicted, healthy_step_time_s=healthy_s)
+            plan = replace(plan, predicted=predicted)
+        return Move(plan=plan, gain=gain)
+
+    def _reshape(self, decision: Decision, observation: Observation, rates: Rates) -> Decision:
+        """Another layout, another split of the present one, or back to the nominal plan."""
+        counts = observation.microbatch_counts
+        try:
+            problem = reshape_problem(self.job, self._known, rates, counts)
+        except MalleusError as error:
+            self._streak = self._sure_streak = 0
+            return replace(decision, warning=f"No plan of another layout can be made: {error}")
+        planned = self._replanner.plan(problem) if rates.by_gpu else None
+        move = reshaped(
+            self.job,
+            problem,
+            counts,
+            self._wanted(planned, observation),
+            min_gain=self.policy.min_gain,
+        )
+        if planned is not None:
+            decision = replace(decision, warning=planned.why)
+        seconds = 0.0 if planned is None else planned.seconds
+        return self._offer(decision, observation, move, seconds)
+
+    def _wanted(self, planned: Planned | None, observation: Observation) -> Plan | None:
+        """The planner's plan, unless the job has just refused it: then the next best is offered."""
+        if planned is None or planned.plan is None:
+            return None
+        resting = self.offers.rests(plan_id(planned.plan), observation.iteration)
+        return None if resting else planned.plan
+
+    def _offer(
+        self, decision: Decision, observation: Observation, move: Move | None, seconds: float
+    ) -> Decision:
+        """The decision with the better plan, if its gain has lasted and the job can be asked."""
+        if not self._lasts(move) or move is None:
+            return decision
+        identity = plan_id(move.plan)
+        if not self.offers.may_make(identity, observation.iteration):
+            return decision
+        self.offers.make(identity, observation)
+        return replace(
+            decision, offer=replace(move.plan, planning=PlanningNote(seconds=seconds, seed=0))
         )
 
-    def _with_healthy_time(self, plan: Plan, rates: Rates) -> Plan:
-        stages = healthy_stage_times(self._window, self.job.nominal, rates)
-        if stages is None or plan.predicted is None:
-            return plan
-        healthy = balance_microbatches(stages, plan.num_microbatches)
-        predicted = replace(plan.predicted, healthy_step_time_s=healthy.step_time_s)
-        return replace(plan, predicted=predicted)
+    def _lasts(self, move: Move | None) -> bool:
+        """Count iterations in a row with a gain, and those with a sure one: fewer are enough.
+
+        A move of state must last a whole window: two pauses of a GPU in a row show in two of them.
+        """
+        self._streak = self._streak + 1 if move else 0
+        sure = move is not None and move.gain >= self.policy.sure_gain
+        self._sure_streak = self._sure_streak + 1 if sure else 0
+        patience = self.policy.patience
+        if move is not None and move.moves_state:
+            patience = max(patience, self.policy.window)
+        return self._sure_streak >= patience or self._streak >= self.policy.long_patience
+
+    def _samples(self) -> list[tuple[Sample, ...]]:
+        return [observation.samples for observation in self._window]
 
     def _start_over(self) -> None:
+        freedom = self.job.freedom
         self.offers = Offers()
-        self._window.clear()
-        self._stragglers = ()
+        self._known = Knowledge(() if freedom is None else freedom.layer_time_s)
+        self._forget_samples()
+
+    def _forget_samples(self) -> None:
+        self._window: deque[Observation] = deque()
         self._streak = self._sure_streak = 0
 
     def _check(self, observation: Observation) -> None:
-        counts, pipelines = len(observation.microbatch_counts), len(self.job.nominal.pipelines)
+        counts, pipelines = len(observation.microbatch_counts), len(self.job.layout.pipelines)
         if counts != pipelines:
             raise BadInputError(
                 f"Iteration {observation.iteration}: micro-batches of {counts} pipelines; the "
                 f"job's layout has {pipelines}. Describe the job anew after a change of layout."
             )
-        strangers = {sample.gpu for sample in observation.samples}.difference(self._gpus)
+        speakers = {sample.gpu for sample in observation.samples}
+        strangers = (speakers | {gpu for gpu, _ in observation.probes}).difference(self._gpus)
         if strangers:
             raise BadInputError(
                 f"Iteration {observation.iteration}: samples of GPUs {sorted(strangers)}; "

@@ -3,6 +3,7 @@
 from malleus_megatron.config import Level
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import plan_id
+from malleus_megatron.plan.degrees import ModelWidths, check_degrees
 from malleus_megatron.plan.microbatches import scaled_counts
 from malleus_megatron.plan.plan import Plan, check_world
 
@@ -10,10 +11,17 @@ from malleus_megatron.plan.plan import Plan, check_world
 class CurrentPlan:
     """Every rank holds one, and all of them make the same switches at the same boundaries."""
 
-    def __init__(self, nominal: Plan, level: Level) -> None:
-        """Start under the nominal plan, generation 0."""
+    def __init__(self, nominal: Plan, level: Level, widths: ModelWidths | None = None) -> None:
+        """Start under the nominal plan, generation 0.
+
+        Args:
+            nominal: What the recipe's flags describe.
+            level: How much of it may change.
+            widths: What the model's TP groups must share equally; for level reshape.
+        """
         self.nominal = nominal
         self.level = level
+        self._widths = widths
         self.generation = 0
         self._take(nominal)
 
@@ -29,7 +37,9 @@ class CurrentPlan:
                 f"The plan is for {plan.num_layers} layers; the model has "
                 f"{self.nominal.num_layers}."
             )
-        if not plan.same_layout(self.nominal):
+        if self.level >= Level.reshape and self._widths is not None:
+            check_degrees(plan, self._widths)
+        elif not plan.same_layout(self.nominal):
             raise BadInputError(
                 f"{_first_difference(plan, self.nominal)} Moving stages, layers or GPUs needs "
                 f"level reshape; this job is at level {self.level.name}."

@@ -21,7 +21,11 @@ class Offers:
 
     def may_make(self, plan_id: str, iteration: int) -> bool:
         """True if none is out and the job has not just refused this plan."""
-        return self.pending is None and iteration >= self._rests_until.get(plan_id, 0)
+        return self.pending is None and not self.rests(plan_id, iteration)
+
+    def rests(self, plan_id: str, iteration: int) -> bool:
+        """True if the job has just refused this plan."""
+        return iteration < self._rests_until.get(plan_id, 0)
 
     def make(self, plan_id: str, observation: Observation) -> None:
         """Note that an offer went out with the answer to this observation."""

@@ -1,22 +1,90 @@
 """What the controller is told, and what it says."""
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 from malleus_megatron.config import Level
+from malleus_megatron.detector.degrees import TimesByDegree
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.errors import BadInputError
-from malleus_megatron.plan.plan import Plan
-from malleus_megatron.plan.rates import Rates
+from malleus_megatron.plan.cluster import Cluster
+from malleus_megatron.plan.plan import Plan, check_world
+from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.rates import Rates, check_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freedom:
+    """What a plan at level reshape may use."""
+
+    cluster: Cluster
+    tensor_parallel_sizes: tuple[int, ...]
+    """Degrees that the model's widths allow, ascending."""
+    layer_time_s: TimesByDegree = ()
+    """Healthy forward plus backward of a layer and micro-batch, where known beforehand."""
+    memory: ModelMemory | None = None
+    """None: plans are not limited by memory, and neither may the cluster be."""
+
+    def __post_init__(self) -> None:
+        """Refuse degrees and times with which no plan could be made."""
+        sizes = self.tensor_parallel_sizes
+        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise BadInputError(
+                f"tensor_parallel_sizes: {list(sizes)}; need at least one, ascending, from 1."
+            )
+        degrees = [degree for degree, _ in self.layer_time_s]
+        if degrees != sorted(set(degrees)) or any(
+            degree < 1 or not 0 < time_s < math.inf for degree, time_s in self.layer_time_s
+        ):
+            raise BadInputError(
+                f"layer_time_s: {list(self.layer_time_s)}; need one time above 0 for each degree, "
+                "ascending."
+            )
+        if self.cluster.memory_mib is not None and self.memory is None:
+            raise BadInputError("cluster.memory_mib is given, but the model's memory is not.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobDescription:
-    """What stays the same while the job runs: its layout, and how much of it may change."""
+    """A job: its recipe's layout, the one in force, and how much of it may change."""
 
     nominal: Plan
-    """Its stages and GPUs are the layout; its micro-batches are the stock way to share a step."""
+    """The recipe's layout; its micro-batches are the stock way to share a step."""
     level: Level
+    freedom: Freedom | None = None
+    """None below level reshape."""
+    present: Plan | None = None
+    """The layout in force; None: the nominal one."""
+
+    def __post_init__(self) -> None:
+        """Refuse a present plan or a cluster of another job.
+
+        Raises:
+            BadInputError: with both numbers.
+        """
+        num_gpus = len(list(self.nominal.all_gpus()))
+        if self.present is not None:
+            check_world(self.present, num_gpus)
+            if self.present.num_layers != self.nominal.num_layers:
+                raise BadInputError(
+                    f"The present plan has {self.present.num_layers} layers; the nominal plan has "
+                    f"{self.nominal.num_layers}."
+                )
+        if self.freedom is not None and self.freedom.cluster.num_gpus != num_gpus:
+            raise BadInputError(
+                f"The cluster has {self.freedom.cluster.num_gpus} GPUs; the job has {num_gpus}."
+            )
+
+    @property
+    def layout(self) -> Plan:
+        """Whose stages and GPUs are in force."""
+        return self.nominal if self.present is None else self.present
+
+    @property
+    def may_reshape(self) -> bool:
+        """True if stages, layers and TP groups may change."""
+        return self.level >= Level.reshape and self.freedom is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +98,11 @@ class Observation:
     microbatch_counts: tuple[int, ...]
     """Micro-batches of each pipeline; their sum is the step's, which may change in a job."""
     samples: tuple[Sample, ...]
+    probes: tuple[tuple[int, float], ...] = ()
+    """Pairs (standby GPU, rate) where the job probes them: time of a probe over a healthy one's."""
 
     def __post_init__(self) -> None:
-        """Refuse a pipeline without micro-batches and a GPU that speaks twice."""
+        """Refuse a pipeline without micro-batches, a GPU that speaks twice, a probe of nothing."""
         if not self.microbatch_counts or min(self.microbatch_counts) < 1:
             raise BadInputError(
                 f"Iteration {self.iteration}: micro-batches {list(self.microbatch_counts)}; "
@@ -42,6 +112,8 @@ class Observation:
         twice = sorted(gpu for gpu, times in speakers.items() if times > 1)
         if twice:
             raise BadInputError(f"Iteration {self.iteration}: several samples of GPUs {twice}.")
+        for gpu, rate in self.probes:
+            check_rate(gpu, rate)
 
     @property
     def num_microbatches(self) -> int:
@@ -55,6 +127,7 @@ class Decision:
 
     iteration: int
     rates: Rates = field(default_factory=Rates)
+    """Measured, and the last ones known of GPUs that are not measured now."""
     stragglers: tuple[int, ...] = ()
     ignored: tuple[int, ...] = ()
     """GPUs that gave no usable sample in this iteration."""
@@ -62,3 +135,5 @@ class Decision:
     """Predicted for the counts that the job has now."""
     offer: Plan | None = None
     """A plan that the job should change to."""
+    warning: str = ""
+    """Why there is no better plan, where the planner found none."""

@@ -18,6 +18,15 @@ class ModelWidths:
     seq_length: int | None = None
     """With sequence parallelism; None without."""
 
+    def allows(self, degree: int) -> bool:
+        """Whether a stage of this TP degree could hold any part of the model."""
+        sizes = [
+            *(self.num_attention_heads, self.num_query_groups),
+            *(self.ffn_hidden_size, self.padded_vocab_size),
+            *(() if self.seq_length is None else (self.seq_length,)),
+        ]
+        return all(size % degree == 0 for size in sizes)
+
 
 def check_degrees(plan: Plan, widths: ModelWidths) -> None:
     """Refuse a plan with a stage whose TP degree does not divide what its GPUs must share.

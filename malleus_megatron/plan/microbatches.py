@@ -17,6 +17,14 @@ def deal(counts: Sequence[int]) -> list[int]:
     return owners
 
 
+def spread_counts(counts: Sequence[int], total: int) -> tuple[int, ...]:
+    """As `scaled_counts`, also of fewer micro-batches than pipelines: some then get none."""
+    if total >= len(counts):
+        return scaled_counts(counts, total)
+    largest = sorted(range(len(counts)), key=lambda pipeline: (-counts[pipeline], pipeline))
+    return tuple(int(pipeline in largest[:total]) for pipeline in range(len(counts)))
+
+
 def scaled_counts(counts: Sequence[int], total: int) -> tuple[int, ...]:
     """The same shares of another number of micro-batches, each at least 1 (largest remainders).
 

@@ -9,6 +9,9 @@ PICTURE_WIDTH = 64
 MOST_STAGES = 60
 """A plan with more stages is shown without the table, alike pipelines once."""
 
+MOST_PIPELINES_IN_SHORT = 8
+"""One line names no more of them."""
+
 
 def render_plan(
     plan: Plan,
@@ -34,6 +37,22 @@ def render_plan(
     if plan.standby:
         lines.append(f"standby: GPU {gpu_ranges(plan.standby)}")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def in_short(plan: Plan) -> str:
+    """One line: micro-batches x (GPUs:layers | ...) of each pipeline; alike ones once."""
+    shown = [
+        f"{pipeline.num_microbatches} x ("
+        + " | ".join(f"{gpu_ranges(stage.gpus)}:{stage.num_layers}" for stage in pipeline.stages)
+        + ")"
+        for pipeline in plan.pipelines[:MOST_PIPELINES_IN_SHORT]
+    ]
+    more = len(plan.pipelines) - len(shown)
+    if more:
+        shown.append(f"{more} more pipelines")
+    if plan.standby:
+        shown.append(f"standby {gpu_ranges(plan.standby)}")
+    return ", ".join(shown)
 
 
 def gpu_ranges(gpus: Sequence[int]) -> str:

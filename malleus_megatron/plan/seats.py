@@ -1,6 +1,6 @@
 """Where a GPU stands in a plan, and which activation rows it exchanges with its neighbours."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Pipeline, Plan
@@ -8,10 +8,11 @@ from malleus_megatron.plan.plan import Pipeline, Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """The place of one GPU that holds a stage. A GPU on standby has none."""
+    """The place of one GPU."""
 
     gpu: int
-    pipeline: int
+    pipeline: int | None
+    """None on standby."""
     stage: int
     num_stages: int
     tp_rank: int
@@ -52,6 +53,42 @@ def seats(plan: Plan) -> dict[int, Seat]:
 def seat_of(plan: Plan, gpu: int) -> Seat | None:
     """The seat of one GPU; None where it is on standby."""
     return seats(plan).get(gpu)
+
+
+def standby_seat(plan: Plan, gpu: int) -> Seat:
+    """Where a GPU on standby sits: in the middle of a pipeline of three, with no layer.
+
+    There it has neither embedding nor loss, and nobody to talk to.
+    """
+    return Seat(
+        gpu=gpu,
+        pipeline=None,
+        stage=1,
+        num_stages=3,
+        tp_rank=0,
+        tp_gpus=(gpu,),
+        layers=(plan.num_layers, plan.num_layers),
+        previous_gpus=(),
+        next_gpus=(),
+    )
+
+
+def with_ascending_tp_ranks(plan: Plan) -> Plan:
+    """The same plan with the GPUs of every stage in ascending order.
+
+    torch numbers the ranks of a group so, whatever order it is given. Which of the members has
+    which TP rank does not change what is computed.
+    """
+    pipelines = tuple(
+        replace(
+            pipeline,
+            stages=tuple(
+                replace(stage, gpus=tuple(sorted(stage.gpus))) for stage in pipeline.stages
+            ),
+        )
+        for pipeline in plan.pipelines
+    )
+    return replace(plan, pipelines=pipelines, standby=tuple(sorted(plan.standby)))
 
 
 def _seats_of(pipeline: Pipeline, index: int) -> list[Seat]:

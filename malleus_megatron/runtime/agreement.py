@@ -5,14 +5,17 @@ of numbers and short texts, never tensors of the model.
 """
 
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-from malleus_megatron.errors import MalleusError
+from malleus_megatron.errors import MalleusError, MigrationError
 
+_log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 2048
 
 
@@ -46,6 +49,42 @@ class Agreement:
             text.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         self._wait(dist.broadcast(text, src=0, group=self._group, async_op=True))
         return bytes(text.tolist())
+
+    def gather(self, payload: bytes) -> list[bytes]:
+        """Give every rank the bytes of all ranks, by rank; they may differ in length."""
+        sizes = [int(row[0]) for row in self.exchange([len(payload)])]
+        longest = max(1, *sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        all_bytes = torch.empty(self.world_size * longest, dtype=torch.uint8)
+        self._wait(dist.all_gather_into_tensor(all_bytes, mine, group=self._group, async_op=True))
+        rows = all_bytes.view(self.world_size, longest).numpy()
+        return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def together[T](self, what: str, step: Callable[[], T]) -> T:
+        """Take a step on every rank; if it fails on any, it has failed on all.
+
+        Args:
+            what: Names the step in the error, as in "building the stage".
+            step: This rank's part. A collective inside of it must not be able to fail alone.
+
+        Raises:
+            MigrationError: on every rank, with the first failing rank's reason.
+        """
+        failure = None
+        result: T | None = None
+        try:
+            result = step()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+            _log.debug("failed: %s", what, exc_info=True)
+            failure = error
+        reason = self.first_text(
+            None if failure is None else f"{what} failed on rank {self.rank}: {_short(failure)}"
+        )
+        if reason is not None:
+            raise MigrationError(reason) from failure
+        return cast("T", result)
 
     def first_text(self, text: str | None) -> str | None:
         """Give every rank the text of the lowest rank that has one; None if no rank has."""
@@ -92,3 +131,9 @@ class Agreement:
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:
             work.wait(self._timeout)
+
+
+def _short(error: Exception) -> str:
+    """The first line of an error; torch appends pages of native frames."""
+    text = str(error).strip() or type(error).__name__
+    return text if isinstance(error, MalleusError) else f"{type(error).__name__}: {text}"[:400]

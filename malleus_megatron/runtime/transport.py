@@ -4,9 +4,11 @@ Bytes travel as they are: no element is converted, and nothing is pickled. Both 
 and unpack what passes between them in the order of the round.
 """
 
+import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,19 @@ from torch import Tensor
 
 from malleus_megatron.migration.rounds import Round
 from malleus_megatron.migration.transfers import Transfer
+
+
+class Guard(Protocol):
+    """Takes a step of one rank, named for messages; it may hear first how the others fare."""
+
+    def __call__[T](self, what: str, step: Callable[[], T], /) -> T:
+        """Take the step and give back its result."""
+        ...
+
+
+def unguarded[T](_what: str, step: Callable[[], T]) -> T:
+    """Just take the step."""
+    return step()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +50,12 @@ def copy_own(
 
 
 def carry_out(
-    rounds: Sequence[Round], gpu: int, *, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+    rounds: Sequence[Round],
+    gpu: int,
+    *,
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+    guard: Guard = unguarded,
 ) -> Carried:
     """Send and receive round after round; all ranks call it with the same rounds.
 
@@ -44,30 +64,58 @@ def carry_out(
         gpu: This rank's.
         old: This rank's tensors by the names in its holdings; only read.
         new: The tensors to fill.
+        guard: Around what a rank does alone, before and after the messages of a round. With one
+            that lets no rank go on where another has failed, nobody waits for a message that is
+            never sent.
 
     Returns:
         Bytes that passed, which equal the plan's.
     """
     received = sent = peak = 0
-    for a_round in rounds:
+    for number, a_round in enumerate(rounds):
         sends = _by_peer(a_round.sends(gpu), "destination_gpu")
         receives = _by_peer(a_round.receives(gpu), "source_gpu")
-        outgoing = {peer: _packed(moves, old) for peer, moves in sends.items()}
-        incoming = {
-            peer: torch.empty(
-                sum(move.num_bytes for move in moves),
-                dtype=torch.uint8,
-                device=_target(moves[0], new).device,
-            )
-            for peer, moves in receives.items()
-        }
+        outgoing, incoming = guard(
+            f"packing round {number + 1} of {len(rounds)}",
+            functools.partial(_pack, sends, receives, old, new),
+        )
         _swap(outgoing, incoming)
-        for peer, moves in receives.items():
-            _unpack(moves, incoming[peer], new)
+        guard(
+            f"unpacking round {number + 1} of {len(rounds)}",
+            functools.partial(_unpack_all, receives, incoming, new),
+        )
         sent += sum(buffer.numel() for buffer in outgoing.values())
         received += sum(buffer.numel() for buffer in incoming.values())
         peak = max(peak, sum(b.numel() for b in (*outgoing.values(), *incoming.values())))
     return Carried(received_bytes=received, sent_bytes=sent, peak_buffer_bytes=peak)
+
+
+def _pack(
+    sends: Mapping[int, Sequence[Transfer]],
+    receives: Mapping[int, Sequence[Transfer]],
+    old: Mapping[str, Tensor],
+    new: Mapping[str, Tensor],
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """Messages that are full, and messages with room for what comes."""
+    outgoing = {peer: _packed(moves, old) for peer, moves in sends.items()}
+    incoming = {
+        peer: torch.empty(
+            sum(move.num_bytes for move in moves),
+            dtype=torch.uint8,
+            device=_target(moves[0], new).device,
+        )
+        for peer, moves in receives.items()
+    }
+    return outgoing, incoming
+
+
+def _unpack_all(
+    receives: Mapping[int, Sequence[Transfer]],
+    incoming: Mapping[int, Tensor],
+    new: Mapping[str, Tensor],
+) -> None:
+    for peer, moves in receives.items():
+        _unpack(moves, incoming[peer], new)
 
 
 def _by_peer(moves: Sequence[Transfer], side: str) -> dict[int, list[Transfer]]:

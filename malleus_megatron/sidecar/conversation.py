@@ -76,7 +76,9 @@ class Conversation:
         except (SidecarError, BadInputError) as error:
             return Turn(warnings=self._once(self._failed(str(error))))
         self._failures = 0
-        warnings = self._once(_unmeasured(decision)) if decision else ()
+        warnings: tuple[str, ...] = ()
+        if decision is not None:
+            warnings = self._once(_unmeasured(decision)) + self._once(decision.warning or None)
         return Turn(decision=decision, warnings=warnings)
 
     def _introduce(self) -> None:

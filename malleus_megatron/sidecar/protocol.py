@@ -6,14 +6,15 @@ measured is null.
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from malleus_megatron.config import Level
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.control.values import Decision, JobDescription, Observation
+from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.cluster import Cluster
 from malleus_megatron.plan.codec import (
     canonical_json,
     plan_from_json,
@@ -29,6 +30,8 @@ from malleus_megatron.plan.fields import (
     check_version,
     required,
 )
+from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.rates import Rates
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
@@ -58,22 +61,89 @@ def decode(data: bytes, where: str) -> dict[str, Any]:
 
 
 def job_to_json(job: JobDescription, policy: Policy) -> dict[str, Any]:
-    """The job's layout and level, and the settings to begin with."""
+    """The job's layouts, level and freedom, and the settings to begin with."""
     return {
         "nominal": plan_to_json(job.nominal),
+        "present": None if job.present is None else plan_to_json(job.present),
         "level": job.level.name,
+        "freedom": None if job.freedom is None else _freedom_to_json(job.freedom),
         "settings": policy_to_json(policy),
     }
 
 
 def job_from_json(body: dict[str, Any]) -> tuple[JobDescription, Policy]:
-    """Read what `job_to_json` wrote; without `settings` the defaults hold."""
+    """Read what `job_to_json` wrote.
+
+    Without `settings` the defaults hold, without `present` the nominal layout; without `freedom`
+    only micro-batches move.
+    """
     level = str(required(body, "level", "job"))
     if level not in Level.__members__:
         raise BadInputError(f"job.level: {level!r} is none of {', '.join(Level.__members__)}.")
     nominal = plan_from_json(required(body, "nominal", "job"), "job.nominal")
     policy = changed_policy(Policy(), as_dict(body.get("settings", {}), "job.settings"))
-    return JobDescription(nominal=nominal, level=Level[level]), policy
+    present, freedom = body.get("present"), body.get("freedom")
+    job = JobDescription(
+        nominal=nominal,
+        level=Level[level],
+        freedom=None if freedom is None else _freedom(as_dict(freedom, "job.freedom")),
+        present=None if present is None else plan_from_json(present, "job.present"),
+    )
+    return job, policy
+
+
+def _freedom_to_json(freedom: Freedom) -> dict[str, Any]:
+    memory = freedom.memory
+    return {
+        "gpus_per_node": list(freedom.cluster.gpus_per_node),
+        "memory_mib": freedom.cluster.memory_mib,
+        "tensor_parallel_sizes": list(freedom.tensor_parallel_sizes),
+        "layer_time_s": {str(degree): time_s for degree, time_s in freedom.layer_time_s},
+        "memory": None if memory is None else asdict(memory),
+    }
+
+
+def _freedom(body: dict[str, Any]) -> Freedom:
+    where = "job.freedom"
+    memory_mib, memory = body.get("memory_mib"), body.get("memory")
+    times = as_dict(body.get("layer_time_s", {}), f"{where}.layer_time_s")
+    return Freedom(
+        cluster=Cluster(
+            gpus_per_node=_whole_numbers(body, "gpus_per_node", where),
+            memory_mib=None if memory_mib is None else as_float(memory_mib, f"{where}.memory_mib"),
+        ),
+        tensor_parallel_sizes=_whole_numbers(body, "tensor_parallel_sizes", where),
+        layer_time_s=tuple(
+            sorted(
+                (_degree(key, where), as_float(time_s, f"{where}.layer_time_s[{key!r}]"))
+                for key, time_s in times.items()
+            )
+        ),
+        memory=None if memory is None else _memory(as_dict(memory, f"{where}.memory")),
+    )
+
+
+def _memory(body: dict[str, Any]) -> ModelMemory:
+    where = "job.freedom.memory"
+    name = "layer_mib_by_inflight"
+    sizes = as_list(required(body, name, where), f"{where}.{name}")
+    extras = ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib")
+    return ModelMemory(
+        reference_tp=as_int(required(body, "reference_tp", where), f"{where}.reference_tp"),
+        layer_mib_by_inflight=tuple(as_float(size, f"{where}.{name}") for size in sizes),
+        **{extra: as_float(body.get(extra, 0.0), f"{where}.{extra}") for extra in extras},
+    )
+
+
+def _degree(key: str, where: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= _MAX_DIGITS):
+        raise BadInputError(f"{where}.layer_time_s: {key[:40]!r} is not a TP degree.")
+    return int(key)
+
+
+def _whole_numbers(body: dict[str, Any], name: str, where: str) -> tuple[int, ...]:
+    place = f"{where}.{name}"
+    return tuple(as_int(number, place) for number in as_list(required(body, name, where), place))
 
 
 def policy_to_json(policy: Policy) -> dict[str, float]:
@@ -105,6 +175,7 @@ def observation_to_json(observation: Observation) -> dict[str, Any]:
         "generation": observation.generation,
         "plan_id": observation.plan_id,
         "microbatch_counts": list(observation.microbatch_counts),
+        "probes": rates_to_json(Rates(by_gpu=observation.probes)),
         "samples": [_sample_to_json(sample) for sample in observation.samples],
     }
 
@@ -121,6 +192,7 @@ def observation_from_json(body: dict[str, Any]) -> Observation:
         samples=tuple(
             _sample_from_json(sample, f"samples[{index}]") for index, sample in enumerate(samples)
         ),
+        probes=rates_from_json(body.get("probes", {}), "probes").by_gpu,
     )
 
 
@@ -133,6 +205,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         "ignored": list(decision.ignored),
         "step_time_s": decision.step_time_s,
         "offer": None if decision.offer is None else plan_to_json(decision.offer),
+        "warning": decision.warning,
     }
 
 
@@ -142,15 +215,12 @@ def decision_from_json(body: dict[str, Any]) -> Decision:
     return Decision(
         iteration=as_int(required(body, "iteration", "answer"), "iteration"),
         rates=rates_from_json(required(body, "rates", "answer"), "rates"),
-        stragglers=_gpus(body, "stragglers"),
-        ignored=_gpus(body, "ignored"),
+        stragglers=_whole_numbers(body, "stragglers", "answer"),
+        ignored=_whole_numbers(body, "ignored", "answer"),
         step_time_s=None if step_time_s is None else as_float(step_time_s, "step_time_s"),
         offer=None if offer is None else plan_from_json(offer, "offer"),
+        warning=str(body.get("warning", "")),
     )
-
-
-def _gpus(body: dict[str, Any], name: str) -> tuple[int, ...]:
-    return tuple(as_int(gpu, name) for gpu in as_list(required(body, name, "answer"), name))
 
 
 def _sample_to_json(sample: Sample) -> dict[str, Any]:

@@ -29,11 +29,21 @@ class Service:
         return {"status": "ok"}
 
     def job(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take up a job; the same description again, after a lost answer say, changes nothing."""
-        described = protocol.job_from_json(body)
-        if described != self._described:
-            self._described = described
-            self._controller = Controller(*described)
+        """Take up a job, or go on with it under another layout or at another level.
+
+        The same description again, after a lost answer say, changes nothing. Settings that were
+        changed here stay unless the job itself asks for others. Another nominal plan is another
+        job.
+        """
+        job, policy = described = protocol.job_from_json(body)
+        controller, before = self._controller, self._described
+        if controller is None or before is None or before[0].nominal != job.nominal:
+            self._controller = Controller(job, policy)
+        elif described != before:
+            controller.relaid(job)
+            if policy != before[1]:
+                controller.policy = policy
+        self._described = described
         return {}
 
     def samples(self, body: dict[str, Any]) -> dict[str, Any]:

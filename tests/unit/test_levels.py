@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from malleus_megatron.adapter.levels import (
-    REBALANCE_OBSTACLES,
+    OBSERVE_OBSTACLES,
+    RESHAPE_OBSTACLES,
     LevelDecision,
     check_required,
     decide_level,
@@ -15,18 +16,63 @@ from malleus_megatron.errors import LevelError
 
 
 def arguments(**changes: object) -> SimpleNamespace:
-    dense = {"data_parallel_size": 2, "cuda_graph_impl": "none", "dataloader_type": "single"}
+    dense = {
+        "data_parallel_size": 2,
+        "cuda_graph_impl": "none",
+        "dataloader_type": "single",
+        "overlap_grad_reduce": False,
+        "overlap_param_gather": False,
+        "optimizer": "adam",
+    }
     return SimpleNamespace(**(dense | changes))
 
 
-def test_a_dense_recipe_with_data_parallelism_is_rebalanced() -> None:
-    assert decide_level(arguments()).level is Level.rebalance
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_a_dense_recipe_is_reshaped(pipelines: int) -> None:
+    assert decide_level(arguments(data_parallel_size=pipelines)).level is Level.reshape
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"data_parallel_size": 1}, "one pipeline"),
+        ({"overlap_grad_reduce": True}, "overlapped"),
+        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, "overlapped"),
+        ({"fp16": True}, "fp16"),
+        ({"fp8": "hybrid"}, "fp8"),
+        ({"optimizer": "sgd"}, "Adam"),
+        ({"use_precision_aware_optimizer": True}, "precision-aware"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"delay_wgrad_compute": True}, "weight gradients"),
+        ({"async_save": True}, "asynchronous saves"),
+        ({"log_params_norm": True}, "diagnostic"),
+        ({"check_weight_hash_across_dp_replicas_interval": 10}, "diagnostic"),
+        ({"logits_load_dir": "x"}, "distillation"),
+        ({"multi_latent_attention": True}, "standard layers"),
+        ({"spec": ["a", "b"]}, "standard layers"),
+        ({"full_validation": True}, "validation"),
+    ],
+)
+def test_what_cannot_be_moved_is_rebalanced_where_there_are_pipelines(
+    change: dict[str, object], word: str
+) -> None:
+    decision = decide_level(arguments(**change))
+    assert decision.level is Level.rebalance
+    assert word in decision.reason
+    alone = decide_level(arguments(data_parallel_size=1, **change))
+    assert alone.level is Level.observe
+    assert word in alone.reason
+    assert "one pipeline" in alone.reason
+
+
+def test_a_script_with_a_model_of_its_own_is_rebalanced() -> None:
+    decision = decide_level(arguments(), own_model=True)
+    assert decision.level is Level.rebalance
+    assert "model" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
         ({"virtual_pipeline_model_parallel_size": 2}, "interleaved"),
         ({"num_experts": 8}, "experts"),
         ({"context_parallel_size": 2}, "context parallelism"),
@@ -53,7 +99,7 @@ def test_each_obstacle_lowers_the_level_and_is_named(change: dict[str, object], 
 
 
 def test_every_obstacle_has_a_reason_of_its_own() -> None:
-    reasons = [obstacle.reason for obstacle in REBALANCE_OBSTACLES]
+    reasons = [obstacle.reason for obstacle in OBSERVE_OBSTACLES + RESHAPE_OBSTACLES]
     assert len(set(reasons)) == len(reasons)
 
 

@@ -42,6 +42,7 @@ def test_every_gpu_has_the_seat_that_the_plan_gives_it(plan: Plan) -> None:
     found = seats(plan)
     assert set(found) == {gpu for pipeline in plan.pipelines for gpu in pipeline.gpus}
     for gpu, seat in found.items():
+        assert seat.pipeline is not None
         stages = plan.pipelines[seat.pipeline].stages
         stage = stages[seat.stage]
         assert seat_of(plan, gpu) == seat

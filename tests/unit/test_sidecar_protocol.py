@@ -9,11 +9,14 @@ import pytest
 
 from malleus_megatron.config import Level
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.control.values import Decision
+from malleus_megatron.control.values import Decision, Freedom
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.cluster import Cluster
 from malleus_megatron.plan.plan import PlanningNote, Prediction
+from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import Rates
 from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.service import Service
 from tests.unit.sidecar_cases import JOB, PLAN, SLOW, observation
 
 
@@ -25,6 +28,60 @@ def over_the_wire(document: dict[str, Any]) -> dict[str, Any]:
 def test_a_job_comes_back(level: Level) -> None:
     job, policy = replace(JOB, level=level), Policy(window=5, min_gain=0.1)
     assert protocol.job_from_json(over_the_wire(protocol.job_to_json(job, policy))) == (job, policy)
+
+
+FREEDOM = Freedom(
+    cluster=Cluster(gpus_per_node=(2, 2), memory_mib=1000.0),
+    tensor_parallel_sizes=(1, 2),
+    layer_time_s=((1, 0.03), (2, 0.016)),
+    memory=ModelMemory(reference_tp=1, layer_mib_by_inflight=(10.0, 12.0), head_mib=3.0),
+)
+
+
+@pytest.mark.parametrize(
+    "freedom",
+    [FREEDOM, Freedom(cluster=Cluster(gpus_per_node=(4,)), tensor_parallel_sizes=(1,)), None],
+)
+def test_what_a_reshape_may_use_and_the_present_layout_come_back(freedom: Freedom | None) -> None:
+    job = replace(JOB, level=Level.reshape, freedom=freedom, present=PLAN.with_counts((12, 4)))
+    document = over_the_wire(protocol.job_to_json(job, Policy()))
+    assert protocol.job_from_json(document) == (job, Policy())
+
+
+def test_a_job_of_an_older_writer_has_no_freedom_and_the_nominal_layout() -> None:
+    document = protocol.job_to_json(JOB, Policy())
+    del document["freedom"], document["present"]
+    assert protocol.job_from_json(over_the_wire(document)) == (JOB, Policy())
+
+
+def test_probes_and_warnings_come_back() -> None:
+    sent = replace(observation(3), probes=((2, 1.5), (3, math.inf)))
+    assert protocol.observation_from_json(over_the_wire(protocol.observation_to_json(sent))) == sent
+    decision = Decision(iteration=3, warning="There is no plan.")
+    read = protocol.decision_from_json(over_the_wire(protocol.decision_to_json(decision)))
+    assert read == decision
+
+
+def test_the_service_goes_on_with_another_layout_and_starts_anew_with_another_recipe() -> None:
+    service = Service()
+    job = replace(JOB, level=Level.reshape)
+    service.job(protocol.job_to_json(job, Policy()))
+    service.change_settings({"min_gain": 0.5})
+    for iteration in range(1, 5):
+        service.samples(protocol.observation_to_json(observation(iteration, SLOW)))
+    rest = PLAN.pipelines[0].gpus
+    present = replace(
+        PLAN, pipelines=PLAN.pipelines[1:], num_microbatches=8, standby=tuple(sorted(rest))
+    )
+    service.job(protocol.job_to_json(replace(job, present=present), Policy()))
+    seen = replace(observation(5, SLOW, present), samples=())
+    answer = protocol.decision_from_json(service.samples(protocol.observation_to_json(seen)))
+    assert answer.stragglers == tuple(SLOW)
+    assert service.settings()["min_gain"] == 0.5
+
+    service.job(protocol.job_to_json(replace(job, nominal=PLAN.with_counts((4, 4))), Policy()))
+    assert service.status()["decision"] is None
+    assert service.settings()["min_gain"] == Policy().min_gain
 
 
 def test_a_job_without_settings_has_the_defaults() -> None:
@@ -134,6 +191,22 @@ def test_broken_samples_are_refused(document: dict[str, Any], message: str) -> N
         ({"level": []}, "is none of"),
         ({"nominal": None}, "job.nominal: expected an object"),
         ({"settings": []}, "job.settings: expected an object"),
+        ({"present": {}}, "job.present: the field 'schema_version' is missing"),
+        ({"freedom": {}}, "job.freedom: the field 'gpus_per_node' is missing"),
+        (
+            {"freedom": {"gpus_per_node": [3], "tensor_parallel_sizes": [1]}},
+            "The cluster has 3 GPUs; the job has 4",
+        ),
+        (
+            {
+                "freedom": {
+                    "gpus_per_node": [4],
+                    "tensor_parallel_sizes": [1],
+                    "layer_time_s": {"one": 1.0},
+                }
+            },
+            "'one' is not a TP degree",
+        ),
     ],
 )
 def test_a_broken_job_is_refused(change: dict[str, Any], message: str) -> None:

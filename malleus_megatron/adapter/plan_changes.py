@@ -1,0 +1,165 @@
+"""Changes of plan at an iteration boundary: offered, scripted, or back after a save."""
+
+import json
+from collections.abc import Callable
+
+from malleus_megatron.adapter.report import Reporter
+from malleus_megatron.adapter.reshape.switch import Switch
+from malleus_megatron.config import Level
+from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.errors import MalleusError, MigrationError
+from malleus_megatron.migration.outcome import Migration
+from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
+from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.seats import with_ascending_tp_ranks
+from malleus_megatron.runtime.agreement import Agreement
+
+
+class PlanChanges:
+    """Every rank has one, and all of them make the same changes in the same order."""
+
+    def __init__(
+        self,
+        *,
+        agreement: Agreement,
+        current: CurrentPlan,
+        reporter: Reporter | None,
+        switch: Switch | None,
+    ) -> None:
+        """Begin under the nominal plan.
+
+        Args:
+            agreement: The ranks' control channel.
+            current: The plan in force.
+            reporter: On rank 0, who tells people and the sidecar.
+            switch: Moves the job's state; None below level reshape.
+        """
+        self.current = current
+        self.reporter = reporter
+        self.switch = switch
+        self.after_move: Callable[[], None] = _nothing
+        """Called on every rank when its stage has become another one."""
+        self._agreement = agreement
+        self._in_place = current.nominal
+        """Whose stages the ranks hold; while a checkpoint is saved not the present plan's."""
+
+    def offer(self) -> bytes:
+        """On rank 0: a plan from the sidecar that this job can run under, as bytes."""
+        plan = None if self.reporter is None else self.reporter.take_offer()
+        if plan is None:
+            return b""
+        try:
+            self.current.check(plan)
+        except MalleusError as error:
+            self._reject(plan, str(error))
+            return b""
+        return canonical_json(plan_to_json(plan)).encode()
+
+    def consider(self, offer: bytes, num_bytes: int, iteration: int) -> None:
+        """Change to an offered plan if every rank reads the same one and can run under it.
+
+        Args:
+            offer: On rank 0; what `offer` gave.
+            num_bytes: Its length, on every rank.
+            iteration: That the plan would hold from.
+        """
+        fault = None
+        plan = None
+        try:
+            plan = plan_from_json(json.loads(self._agreement.broadcast(offer, num_bytes)))
+            self.current.check(plan)
+        except (MalleusError, ValueError) as error:
+            fault = str(error)
+        self._agree_and_change(plan, fault, iteration)
+
+    def take_scripted(self, plan: Plan, iteration: int) -> None:
+        """Change to a plan of the user's; a job that cannot stays under its own, and says so."""
+        fault = None
+        try:
+            self.current.check(plan)
+        except MalleusError as error:
+            fault = str(error)
+        self._agree_and_change(plan, fault, iteration)
+
+    def sink(self, level: Level, reason: str, iteration: int) -> None:
+        """Go down to a level together, and to the nominal plan."""
+        self.current.level = level
+        if self.reporter is not None:
+            self.reporter.level(self.current, reason, iteration)
+        self._change(self.current.nominal, iteration)
+
+    def settle(self, iteration: int) -> None:
+        """Go back to the plan in force where a save has left the nominal stages in place."""
+        plan = self.current.plan
+        if plan.same_layout(self._in_place):
+            return
+        migration = self._move(plan, iteration)
+        if migration is None:
+            self._change(self.current.nominal, iteration)
+        else:
+            self._tell(migration, iteration)
+
+    def to_nominal_stages(self, iteration: int) -> bool:
+        """Put Megatron's own stages in place, for code that knows no others; the plan stays.
+
+        Returns:
+            False, after a warning, where they cannot be.
+        """
+        nominal = self.current.nominal
+        if nominal.same_layout(self._in_place):
+            return True
+        migration = self._move(nominal, iteration)
+        if migration is not None:
+            self._tell(migration, iteration)
+        return migration is not None
+
+    def _agree_and_change(self, plan: Plan | None, fault: str | None, iteration: int) -> None:
+        identity = "none" if plan is None else plan_id(plan)
+        # Every rank takes part in both collectives, whatever it found by itself.
+        difference = self._agreement.first_difference(identity)
+        reason = self._agreement.first_text(fault or difference)
+        if reason is None and plan is not None:
+            self._change(with_ascending_tp_ranks(plan), iteration)
+        else:
+            self._reject(plan, reason or "it could not be read")
+
+    def _change(self, plan: Plan, iteration: int) -> None:
+        if plan == self.current.plan:
+            return
+        migration = None
+        if not plan.same_layout(self._in_place):
+            migration = self._move(plan, iteration)
+            if migration is None:
+                return
+        self.current.switch(plan)
+        if self.reporter is not None:
+            self.reporter.switched(self.current, iteration)
+        if migration is not None:
+            self._tell(migration, iteration)
+
+    def _move(self, plan: Plan, iteration: int) -> Migration | None:
+        """Move the job's state to a plan's owners; None, and a warning, if it stays where it is."""
+        assert self.switch is not None, "a plan of another layout was let through"
+        try:
+            if plan.same_layout(self.current.nominal):
+                migration = self.switch.to_nominal(iteration)
+            else:
+                migration = self.switch.to_plan(plan, iteration)
+        except MigrationError as error:
+            self._reject(plan, str(error))
+            return None
+        self._in_place = plan
+        self.after_move()
+        return migration
+
+    def _tell(self, migration: Migration, iteration: int) -> None:
+        if self.reporter is not None:
+            self.reporter.migrated(migration, self.current, iteration)
+
+    def _reject(self, plan: Plan | None, why: str) -> None:
+        if self.reporter is not None:
+            self.reporter.reject(plan, why)
+
+
+def _nothing() -> None:
+    """Nobody waits for a move."""

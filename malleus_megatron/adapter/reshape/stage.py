@@ -1,0 +1,146 @@
+"""A rank's model and optimizer under a view, made by Megatron's own builders."""
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.training import get_args, get_timers, training
+from megatron.training.initialize import _set_random_seed
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+from malleus_megatron.adapter.reshape.view import View
+
+_SEEDS_APART = 1_000_003
+"""Between the seeds of one iteration and the next: far more than Megatron adds for a stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStage:
+    """What one rank trains: its model chunks and their optimizer, and the view they belong to."""
+
+    view: View
+    model: list[Any]
+    optimizer: Any
+
+    @property
+    def module(self) -> Any:
+        """The model inside all wrappers. There is one chunk: no virtual stages."""
+        return training.unwrap_model(self.model)[0]
+
+
+class StageBuilder:
+    """Builds stages of the job's model the way Megatron built the first one."""
+
+    def __init__(
+        self, containers: Any, collection: ProcessGroupCollection | None, tp_degree: int
+    ) -> None:
+        """Hold what Megatron was given.
+
+        Args:
+            containers: Megatron's PretrainConfigContainer.
+            collection: What `pretrain` handed to Megatron's own build.
+            tp_degree: Of the nominal plan; the vocabulary stays padded for it under every plan.
+        """
+        self.config = containers.model.transformer
+        self.collection = collection
+        self._containers = containers
+        self._model = copy.copy(containers.model)
+        if self._model.should_pad_vocab:
+            self._model.vocab_size = calculate_padded_vocab_size(
+                self._model.vocab_size, self._model.make_vocab_size_divisible_by, tp_degree
+            )
+            self._model.should_pad_vocab = False
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding, over all TP ranks."""
+        return int(self._model.vocab_size)
+
+    def model(self, view: View) -> list[Any]:
+        """Model chunks on the device, in Megatron's wrappers, with values yet to be filled in."""
+        collection = self.collection if view.collection is None else view.collection
+        settings = self._containers
+        with view.shown_with(self.config), _without_initialisation(self.config):
+            builder = self._model.get_builder_cls()(self._model)
+            chunks = builder.build_distributed_models(
+                pg_collection=collection,
+                ddp_config=copy.copy(settings.ddp),
+                overlap_param_gather_with_optimizer_step=(
+                    settings.optimizer.overlap_param_gather_with_optimizer_step
+                ),
+                use_megatron_fsdp=settings.dist.use_megatron_fsdp,
+                use_torch_fsdp2=settings.dist.use_torch_fsdp2,
+                wrap_with_ddp=True,
+                data_parallel_random_init=False,
+            )
+        for chunk in chunks:
+            chunk.train()
+        return list(chunks)
+
+    def optimizer(self, view: View, model: list[Any]) -> Any:
+        """Megatron's optimizer for the model; a collective of all ranks."""
+        args = get_args()
+        config, overrides = training.get_megatron_optimizer_config(args)
+        config.timers = get_timers()
+        groups: dict[str, Any] = {"use_gloo_process_groups": args.use_gloo_process_groups}
+        if view.collection is not None:
+            groups = {"use_gloo_process_groups": False, "pg_collection": view.collection}
+        with view.shown_with(self.config):
+            optimizer = training.get_megatron_optimizer(
+                config, model, config_overrides=overrides, **groups
+            )
+        if view.seat is not None and view.seat.pipeline != 0:
+            # The norm is summed over all ranks; each parameter counts in the first pipeline only,
+            # so that all ranks clip by the same bits.
+            for parameter in optimizer.get_parameters():
+                parameter.shared = True
+        return optimizer
+
+
+def reseed(view: View, iteration: int) -> None:
+    """Start the random streams of a rank's new place.
+
+    Members of a TP group must draw alike where they hold the same tensor, wherever they come from.
+    Another seed for each iteration: no mask is drawn a second time after a switch.
+    """
+    args = get_args()
+    collection = view.collection
+    groups = {}
+    if collection is not None:
+        groups = {"pp_group": collection.pp, "tp_group": collection.tp}
+    with view.shown():
+        _set_random_seed(
+            args.seed + _SEEDS_APART * iteration,
+            args.data_parallel_random_init,
+            args.te_rng_tracker,
+            args.inference_rng_tracker,
+            use_cudagraphable_rng=False,
+            **groups,
+        )
+
+
+@contextlib.contextmanager
+def _without_initialisation(config: Any) -> Iterator[None]:
+    """No time for values that are about to be overwritten, and no random number drawn."""
+    initialises = config.perform_initialization
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    tracked = get_cuda_rng_tracker().get_states()
+    config.perform_initialization = False
+    try:
+        yield
+    finally:
+        config.perform_initialization = initialises
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state)
+        get_cuda_rng_tracker().set_states(tracked)

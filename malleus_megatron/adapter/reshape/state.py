@@ -1,0 +1,259 @@
+"""What a rank holds of the job's state: from Megatron's ShardedTensor metadata to holdings.
+
+Ownership is one notion. A parameter's metadata says which box of which global tensor it is; what
+belongs to the parameter (its fp32 copy, both moments, its gradient) lies in the same box, or in a
+span of it where Megatron's distributed optimizer has cut it up.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from torch import Tensor
+
+from malleus_megatron.adapter.reshape.stage import RankStage
+from malleus_megatron.adapter.torch_adam import allocate
+from malleus_megatron.errors import MigrationError
+from malleus_megatron.migration.boxes import Box, Span
+from malleus_megatron.migration.holdings import Holding
+from malleus_megatron.migration.spans import boxes_of_span
+
+PARAMETER = "parameter"
+MAIN = "main"
+_STEP = "step"
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A box of a global tensor and where its elements begin in the flat local parameter."""
+
+    key: str
+    global_shape: tuple[int, ...]
+    box: Box
+    start: int
+    replica: int
+    depth: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RankState:
+    """Holdings, and the tensors behind their names."""
+
+    holdings: list[Holding] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, kind: str, parts: Iterable[Part], flat: Tensor, span: Span) -> None:
+        """Take in a tensor that goes with a parameter.
+
+        Args:
+            kind: What it is of the parameter; part of the key.
+            parts: Of the parameter.
+            flat: One axis; element 0 is the parameter's element span[0].
+            span: Elements of the flat parameter that it has.
+        """
+        for part in parts:
+            low = span[0] - part.start
+            for box, (start, end) in boxes_of_span(part.box, (low, span[1] - part.start)):
+                key = f"{kind}.{part.key}"
+                name = f"{key}@{','.join(map(str, box.offset))}"
+                self.tensors[name] = flat[start - low : end - low]
+                self.holdings.append(
+                    Holding(
+                        key=key,
+                        global_shape=part.global_shape,
+                        box=box,
+                        element_bytes=flat.element_size(),
+                        name=name,
+                        replica=part.replica,
+                        depth=part.depth,
+                    )
+                )
+
+
+def state_of(stage: RankStage, config: Any) -> RankState:
+    """Everything that must move when the stage's owner changes: parameters and optimizer state.
+
+    An optimizer that has made no step yet gets its state first: zeros, as its first step would.
+
+    Raises:
+        MigrationError: a parameter without metadata, naming it.
+    """
+    parts = parts_of(stage, config)
+    state = RankState()
+    for parameter in stage.module.parameters():
+        flat = parameter.detach().view(-1)
+        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
+    for inner in inner_optimizers(stage.optimizer):
+        _allocate(inner)
+        for parameter, span, tensors in _optimizer_tensors(inner):
+            for kind, tensor in tensors.items():
+                state.add(kind, parts[id(parameter)], tensor.detach().view(-1), span)
+    return state
+
+
+def gradients_of(stage: RankStage, config: Any) -> dict[str, Tensor]:
+    """Each parameter's gradient buffer by the names of the parameter's holdings.
+
+    The buffers stay the same from step to step.
+    """
+    parts = parts_of(stage, config)
+    state = RankState()
+    for parameter in stage.module.parameters():
+        flat = parameter.main_grad.view(-1)
+        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
+    return state.tensors
+
+
+def parts_of(stage: RankStage, config: Any) -> dict[int, list[Part]]:
+    """The parts of every parameter, by the parameter's id.
+
+    Raises:
+        MigrationError: a parameter whose elements the metadata does not cover.
+    """
+    seat = stage.view.seat
+    found: dict[int, list[Part]] = {}
+    with stage.view.shown_with(config):
+        sharded = stage.module.sharded_state_dict(metadata=_metadata(stage))
+    depths = _Depths(num_layers=config.num_layers, has_input=_has_input(stage))
+    for leaf in nested_values(sharded):
+        if isinstance(leaf, ShardedTensorFactory):
+            built = nested_values(leaf.build())
+            found[id(leaf.data)] = [depths.part(tensor, leaf.data) for tensor in built]
+        elif isinstance(leaf, ShardedTensor):
+            found[id(leaf.data)] = [depths.part(leaf, leaf.data)]
+    for name, parameter in stage.module.named_parameters():
+        parts = found.get(id(parameter), [])
+        covered = sum(part.box.num_elements for part in parts)
+        if covered != parameter.numel():
+            where = "nominal plan" if seat is None else f"stage {seat.stage}"
+            raise MigrationError(
+                f"{name} ({where}): Megatron's checkpoint metadata covers {covered} of "
+                f"{parameter.numel()} elements; it cannot be moved."
+            )
+    return found
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """The optimizers that hold parameters; none on a rank without any."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in chained if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def step_count(optimizer: Any) -> int:
+    """Steps that the optimizer has made; 0 before the first, and on a rank without parameters."""
+    counts = [0.0]
+    for inner in inner_optimizers(optimizer):
+        states = inner.optimizer.state.values()
+        counts += [float(state[_STEP]) for state in states if _STEP in state]
+        counts += [float(group.get(_STEP, 0)) for group in inner.optimizer.param_groups]
+    return int(max(counts))
+
+
+def set_step_count(optimizer: Any, step: int) -> None:
+    """Let an optimizer whose state has been allocated go on after so many steps."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.optimizer.state.values():
+            if _STEP in state:
+                state[_STEP].fill_(step)
+        if not isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW) and step:
+            # The fused Adam of Transformer Engine and Apex counts per group.
+            for group in inner.optimizer.param_groups:
+                group[_STEP] = step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Depths:
+    """Where tensors come in the forward pass."""
+
+    num_layers: int
+    has_input: bool
+
+    def part(self, tensor: ShardedTensor, parameter: Tensor) -> Part:
+        """One ShardedTensor, whose data is the parameter or a range of its rows."""
+        assert tensor.data is not None
+        leading = (1,) * tensor.prepend_axis_num
+        replica = tensor.replica_id
+        return Part(
+            key=tensor.key,
+            global_shape=tuple(tensor.global_shape),
+            box=Box(offset=tuple(tensor.global_offset), shape=(*leading, *tensor.local_shape)),
+            start=tensor.data.storage_offset() - parameter.storage_offset(),
+            # (pipeline, TP, data): TP ranks that hold the same tensor count up in the middle.
+            replica=replica[1] if isinstance(replica, tuple) else int(replica),
+            depth=self._depth(tensor),
+        )
+
+    def _depth(self, tensor: ShardedTensor) -> int:
+        if tensor.key.startswith("embedding.") and self.has_input:
+            return 0
+        if tensor.prepend_axis_num:
+            return int(tensor.global_offset[0]) + 1
+        numbered = _LAYER.search(tensor.key)
+        return self.num_layers + 1 if numbered is None else int(numbered[1]) + 1
+
+
+def _has_input(stage: RankStage) -> bool:
+    return bool(stage.module.pre_process)
+
+
+def _metadata(stage: RankStage) -> dict[str, Any]:
+    collection = training_collection(stage)
+    return {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": collection.dp_cp,
+    }
+
+
+def training_collection(stage: RankStage) -> Any:
+    """The groups that the stage's model was built with."""
+    return stage.module.pg_collection
+
+
+def _allocate(inner: Any) -> None:
+    if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
+        allocate(inner.optimizer)
+    else:
+        inner.init_state_fn(inner.optimizer, inner.config)
+
+
+def _optimizer_tensors(inner: Any) -> Iterator[tuple[Tensor, Span, dict[str, Tensor]]]:
+    """Each parameter with the span of it that the optimizer has here, and the tensors for it."""
+    if isinstance(inner, DistributedOptimizer):
+        for parameter in inner.model_param_group_index_map:
+            flat = inner._get_model_param_range_map(parameter)["param"]  # noqa: SLF001
+            tensors = dict(inner._get_main_param_and_optimizer_states(parameter))  # noqa: SLF001
+            main = tensors.pop("param")
+            yield parameter, (flat.start, flat.end), _tensors(parameter, main, tensors)
+        return
+    if isinstance(inner, Float16OptimizerWithFloat16Params):
+        pairs = [
+            pair
+            for models, mains in zip(
+                inner.float16_groups, inner.fp32_from_float16_groups, strict=True
+            )
+            for pair in zip(models, mains, strict=True)
+        ]
+        pairs += [(same, same) for group in inner.fp32_from_fp32_groups for same in group]
+    else:
+        pairs = [(p, p) for group in inner.optimizer.param_groups for p in group["params"]]
+    for parameter, main in pairs:
+        state = inner.optimizer.state[main]
+        yield parameter, (0, parameter.numel()), _tensors(parameter, main, state)
+
+
+def _tensors(parameter: Tensor, main: Tensor, state: dict[str, Any]) -> dict[str, Tensor]:
+    """What is kept apart from the parameter; in fp32 the main parameter is the parameter."""
+    tensors = {
+        name: value for name, value in state.items() if isinstance(value, Tensor) and name != _STEP
+    }
+    if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        tensors[MAIN] = main
+    return tensors

@@ -1,0 +1,178 @@
+"""Another layout, if stragglers make it worth moving the model's state. All of it is pure.
+
+Every plan is priced by the same model: what healthy GPUs take for a layer, as measured in the job,
+times the stragglers' rates. GPUs that are no stragglers count as healthy, so noise moves nothing.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from malleus_megatron.control.knowledge import Knowledge
+from malleus_megatron.control.values import JobDescription
+from malleus_megatron.cost.prediction import plan_costs
+from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.microbatches import scaled_counts
+from malleus_megatron.plan.plan import Plan, Prediction
+from malleus_megatron.plan.problem import Model, Problem
+from malleus_megatron.plan.rates import Rates
+from malleus_megatron.planner.batches import balance_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """The plan that the job should change to, and what that saves."""
+
+    plan: Plan
+    gain: float
+    """Part of the present step's time; below 0 where a job returns to a recipe that is slower."""
+    moves_state: bool = False
+    """True if it is another layout, not only other micro-batches."""
+
+
+def reshape_problem(
+    job: JobDescription, known: Knowledge, rates: Rates, counts: tuple[int, ...]
+) -> Problem:
+    """What the planner is asked.
+
+    The number of pipelines stays the recipe's. Costs have no time for gradient sums and, often, no
+    memory: a planner that is free to choose makes many small replicas, each GPU with a larger part
+    of the model, and that looks better than it is. For the same reason degrees whose time nobody
+    knows are left out.
+
+    Args:
+        job: With its freedom.
+        known: Healthy times.
+        rates: Of the stragglers that count.
+        counts: Micro-batches of each pipeline of the present layout; their sum is the step's.
+
+    Raises:
+        BadInputError: no degree is left, or a figure that no planner takes.
+    """
+    freedom = job.freedom
+    if freedom is None:
+        raise BadInputError("The job's description has no freedom: its layout cannot change.")
+    largest = max(freedom.cluster.gpus_per_node)
+    sizes = tuple(
+        size
+        for size in freedom.tensor_parallel_sizes
+        if size <= largest and known.is_within_reach(size)
+    )
+    degrees = {*sizes, *_degrees(job.layout), *_degrees(job.nominal)}
+    layer_s = tuple((degree, known.healthy_s(degree)) for degree in sorted(degrees))
+    problem = Problem(
+        cluster=freedom.cluster,
+        model=Model(
+            num_layers=job.nominal.num_layers,
+            layer_time_s=layer_s,
+            embedding_time_s=known.ends.embedding_layers * layer_s[-1][1],
+            head_time_s=known.ends.head_layers * layer_s[-1][1],
+            memory=freedom.memory,
+        ),
+        num_microbatches=sum(counts),
+        tensor_parallel_sizes=sizes,
+        num_pipelines=len(job.nominal.pipelines),
+        rates=rates,
+    )
+    return replace(problem, current_plan=_split(problem, job.layout, counts))
+
+
+def reshaped(
+    job: JobDescription,
+    problem: Problem,
+    counts: tuple[int, ...],
+    planned: Plan | None,
+    *,
+    min_gain: float,
+) -> Move | None:
+    """The best change, or None if the job should stay as it is.
+
+    Of plans within `min_gain` of the fastest the first is taken: the nominal layout, then other
+    micro-batches in the present one, which moves no state, then the planner's plan. Without
+    stragglers the nominal plan is the only one, whatever another promises: a healthy job runs its
+    recipe.
+
+    Args:
+        job: With the layout in force.
+        problem: From `reshape_problem`.
+        counts: Micro-batches of each pipeline now.
+        planned: The planner's plan, if it has one and the job may be asked for it.
+        min_gain: Part of the step's time that a change must save.
+    """
+    now = job.layout.with_counts(counts)
+    now_s = plan_costs(problem, now).step_time_s
+    if not problem.rates.by_gpu:
+        recipe = job.nominal.with_counts(
+            scaled_counts(job.nominal.microbatch_counts, problem.num_microbatches)
+        )
+        if recipe.same_layout(now):
+            return None
+        return _move(job, problem, recipe, now_s)
+    options = [
+        (plan_costs(problem, plan).step_time_s, plan)
+        for plan in _options(job, problem, planned, min_gain)
+    ]
+    if not options:
+        return None
+    fastest_s = min(time_s for time_s, _ in options)
+    target_s, target = next(option for option in options if _gain(option[0], fastest_s) <= min_gain)
+    if not _gain(now_s, target_s) > min_gain:
+        return None
+    return _move(job, problem, target, now_s)
+
+
+def _options(
+    job: JobDescription, problem: Problem, planned: Plan | None, min_gain: float
+) -> Iterator[Plan]:
+    """Plans that the job could run under, the most welcome first."""
+    nominal = _stock_or_split(problem, job.nominal, min_gain)
+    for plan in (nominal, problem.current_plan, planned):
+        if plan is not None:
+            yield plan
+
+
+def _stock_or_split(problem: Problem, nominal: Plan, min_gain: float) -> Plan | None:
+    """The nominal layout: stock counts unless another split saves more than `min_gain`."""
+    try:
+        stock = scaled_counts(nominal.microbatch_counts, problem.num_microbatches)
+    except BadInputError:  # fewer micro-batches than nominal pipelines
+        return None
+    best = _split(problem, nominal, stock)
+    if best is None:
+        return None
+    plan = nominal.with_counts(stock)
+    stock_s, best_s = (plan_costs(problem, p).step_time_s for p in (plan, best))
+    return plan if _gain(stock_s, best_s) <= min_gain else best
+
+
+def _split(problem: Problem, layout: Plan, counts: tuple[int, ...]) -> Plan | None:
+    """The layout with its best micro-batches; None if a stage holds a failed GPU."""
+    stages = plan_costs(problem, layout).stage_times_s
+    if any(math.isinf(time_s) for pipeline in stages for time_s in pipeline):
+        return None
+    return layout.with_counts(balance_microbatches(stages, problem.num_microbatches, counts).counts)
+
+
+def _move(job: JobDescription, problem: Problem, plan: Plan, now_s: float) -> Move:
+    costs = plan_costs(problem, plan)
+    healthy = replace(problem, rates=Rates())
+    recipe = _stock_or_split(healthy, job.nominal, 0.0)
+    predicted = Prediction(
+        step_time_s=costs.step_time_s,
+        bottleneck=costs.bottleneck,
+        healthy_step_time_s=None if recipe is None else plan_costs(healthy, recipe).step_time_s,
+        memory_mib=costs.memory_mib,
+    )
+    return Move(
+        plan=replace(plan, predicted=predicted, planning=None),
+        gain=_gain(now_s, costs.step_time_s),
+        moves_state=not plan.same_layout(job.layout),
+    )
+
+
+def _gain(before_s: float, after_s: float) -> float:
+    return 1 - after_s / before_s
+
+
+def _degrees(plan: Plan) -> set[int]:
+    return {len(stage.gpus) for pipeline in plan.pipelines for stage in pipeline.stages}

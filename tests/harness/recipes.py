@@ -1,0 +1,149 @@
+"""Tiny recipes of every feature that level reshape covers, and random plans for them."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from tests.harness.training import Grid
+
+BASE = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
+    "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 "
+    "--eval-interval 1000 --split 100,0,0 --num-workers 0 --distributed-timeout-minutes 1"
+).split()
+
+LLAMA = "--normalization RMSNorm --disable-bias-linear --swiglu --position-embedding-type rope"
+GPT2 = "--normalization LayerNorm --position-embedding-type learned_absolute"
+UNTIED = "--untie-embeddings-and-output-weights"
+GROUPED = "--group-query-attention --num-query-groups 2"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+BF16 = "--bf16 --use-distributed-optimizer"
+CLIPPED = "--clip-grad 0.3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A model, its nominal grid, and the TP degrees that it allows."""
+
+    name: str
+    grid: Grid
+    flags: str
+    degrees: tuple[int, ...] = (1, 2, 4)
+    relative: float = 1e-6
+
+    @property
+    def words(self) -> list[str]:
+        return [*BASE, "--num-layers", str(self.grid.num_layers), *self.flags.split()]
+
+
+RECIPES = (
+    Recipe(
+        name="llama, tied, TP2 x PP2",
+        grid=Grid(pipelines=1, stages=2, tp=2, num_layers=6),
+        flags=f"{LLAMA} {CLIPPED}",
+    ),
+    Recipe(
+        name="llama, untied, grouped queries, TP2 x DP2",
+        grid=Grid(pipelines=2, tp=2, num_layers=6, num_microbatches=10),
+        flags=f"{LLAMA} {UNTIED} {GROUPED}",
+        degrees=(1, 2),
+    ),
+    Recipe(
+        name="gpt-2, tied, PP2 x DP2",
+        grid=Grid(pipelines=2, stages=2, num_layers=8),
+        flags=f"{GPT2} {CLIPPED}",
+    ),
+    Recipe(
+        name="gpt-2, untied, recompute, TP4",
+        grid=Grid(pipelines=1, tp=4, num_layers=6, num_microbatches=6),
+        flags=f"{GPT2} {UNTIED} {RECOMPUTED}",
+    ),
+    Recipe(
+        name="llama, sequence parallel, TP2 x PP2",
+        grid=Grid(pipelines=1, stages=2, tp=2, num_layers=6),
+        flags=f"{LLAMA} --sequence-parallel --qk-layernorm",
+    ),
+    Recipe(
+        name="gpt-2, sequence parallel, per-token loss, TP2 x DP2",
+        grid=Grid(pipelines=2, tp=2, num_layers=6),
+        flags=f"{GPT2} {UNTIED} --sequence-parallel --calculate-per-token-loss {CLIPPED}",
+    ),
+    Recipe(
+        name="llama, per-token loss, distributed optimizer in fp32, PP2 x DP2",
+        grid=Grid(pipelines=2, stages=2, num_layers=8, num_microbatches=12),
+        flags=f"{LLAMA} --calculate-per-token-loss --use-distributed-optimizer {CLIPPED}",
+    ),
+    Recipe(
+        name="llama, tied, grouped queries, TP2 x PP2 x DP2",
+        grid=Grid(pipelines=2, stages=2, tp=2, num_layers=8),
+        flags=f"{LLAMA} {GROUPED} --sequence-parallel {CLIPPED}",
+        degrees=(1, 2),
+    ),
+    Recipe(
+        name="gpt-2, tied, recompute, TP4 x PP2",
+        grid=Grid(pipelines=1, stages=2, tp=4, num_layers=12),
+        flags=f"{GPT2} {RECOMPUTED}",
+    ),
+)
+
+BF16_RECIPES = (
+    Recipe(
+        name="llama, bf16, distributed optimizer, TP2 x DP2",
+        grid=Grid(pipelines=2, tp=2, num_layers=6),
+        flags=f"{LLAMA} {BF16} {CLIPPED}",
+        relative=2e-4,
+    ),
+    Recipe(
+        name="gpt-2, bf16, distributed optimizer, untied, TP2 x PP2",
+        grid=Grid(pipelines=1, stages=2, tp=2, num_layers=6),
+        flags=f"{GPT2} {UNTIED} {BF16}",
+        relative=2e-4,
+    ),
+)
+
+
+@st.composite
+def job_plans(draw: st.DrawFn, grid: Grid, degrees: Sequence[int]) -> Plan:
+    """Any valid plan of a job: GPUs in any order, empty stages, standby GPUs, any counts."""
+    gpus = list(draw(st.permutations(range(grid.world))))
+    num_standby = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    free, standby = gpus[num_standby:], gpus[:num_standby]
+    groups: list[tuple[int, ...]] = []
+    while free:
+        degree = draw(st.sampled_from([d for d in degrees if d <= len(free)]))
+        groups.append(tuple(sorted(free[:degree])))
+        free = free[degree:]
+    most = min(len(groups), grid.num_microbatches)
+    num_pipelines = draw(st.integers(1, most))
+    ends = _cuts(draw, len(groups), num_pipelines, least=1)
+    counts = _parts(draw, grid.num_microbatches, num_pipelines)
+    pipelines = []
+    for (start, end), count in zip(itertools.pairwise([0, *ends]), counts, strict=True):
+        bounds = [0, *_cuts(draw, grid.num_layers, end - start, least=0)]
+        stages = tuple(
+            Stage(gpus=tp_group, layers=layers)
+            for tp_group, layers in zip(groups[start:end], itertools.pairwise(bounds), strict=True)
+        )
+        pipelines.append(Pipeline(num_microbatches=count, stages=stages))
+    return Plan(
+        num_layers=grid.num_layers,
+        num_microbatches=grid.num_microbatches,
+        pipelines=tuple(pipelines),
+        standby=tuple(sorted(standby)),
+    )
+
+
+def _cuts(draw: st.DrawFn, total: int, parts: int, *, least: int) -> list[int]:
+    """Where each part ends; every part has at least so many."""
+    spare = total - least * parts
+    inner = sorted(draw(st.integers(0, spare)) for _ in range(parts - 1))
+    return [end + least * (number + 1) for number, end in enumerate([*inner, spare])]
+
+
+def _parts(draw: st.DrawFn, total: int, parts: int) -> list[int]:
+    ends = _cuts(draw, total, parts, least=1)
+    return [end - start for start, end in itertools.pairwise([0, *ends])]
