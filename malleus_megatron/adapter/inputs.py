@@ -69,6 +69,8 @@ def check_plans(inputs: Inputs, current: CurrentPlan, args: Any) -> None:
     for source, plan in sources:
         try:
             current.check(plan)
+            if inputs.pace is not None:
+                inputs.pace.check(plan)
         except BadInputError as error:
             raise BadInputError(f"{source}: {error}") from error
         total = current.nominal.num_microbatches

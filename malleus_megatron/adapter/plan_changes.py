@@ -10,6 +10,7 @@ from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.errors import MalleusError, MigrationError
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
+from malleus_megatron.plan.pace import Pace
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.seats import with_ascending_tp_ranks
 from malleus_megatron.runtime.agreement import Agreement
@@ -25,6 +26,7 @@ class PlanChanges:
         current: CurrentPlan,
         reporter: Reporter | None,
         switch: Switch | None,
+        pace: Pace | None = None,
     ) -> None:
         """Begin under the nominal plan.
 
@@ -33,6 +35,7 @@ class PlanChanges:
             current: The plan in force.
             reporter: On rank 0, who tells people and the sidecar.
             switch: Moves the job's state; None below level reshape.
+            pace: Of a paced run; it knows some TP degrees.
         """
         self.current = current
         self.reporter = reporter
@@ -40,6 +43,7 @@ class PlanChanges:
         self.after_move: Callable[[], None] = _nothing
         """Called on every rank when its stage has become another one."""
         self._agreement = agreement
+        self._pace = pace
         self._in_place = current.nominal
         """Whose stages the ranks hold; while a checkpoint is saved not the present plan's."""
 
@@ -49,7 +53,7 @@ class PlanChanges:
         if plan is None:
             return b""
         try:
-            self.current.check(plan)
+            self._check(plan)
         except MalleusError as error:
             self._reject(plan, str(error))
             return b""
@@ -67,7 +71,7 @@ class PlanChanges:
         plan = None
         try:
             plan = plan_from_json(json.loads(self._agreement.broadcast(offer, num_bytes)))
-            self.current.check(plan)
+            self._check(plan)
         except (MalleusError, ValueError) as error:
             fault = str(error)
         self._agree_and_change(plan, fault, iteration)
@@ -76,7 +80,7 @@ class PlanChanges:
         """Change to a plan of the user's; a job that cannot stays under its own, and says so."""
         fault = None
         try:
-            self.current.check(plan)
+            self._check(plan)
         except MalleusError as error:
             fault = str(error)
         self._agree_and_change(plan, fault, iteration)
@@ -112,6 +116,11 @@ class PlanChanges:
         if migration is not None:
             self._tell(migration, iteration)
         return migration is not None
+
+    def _check(self, plan: Plan) -> None:
+        self.current.check(plan)
+        if self._pace is not None:
+            self._pace.check(plan)
 
     def _agree_and_change(self, plan: Plan | None, fault: str | None, iteration: int) -> None:
         identity = "none" if plan is None else plan_id(plan)

@@ -131,6 +131,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             current=current,
             reporter=reporter,
             switch=None if ground is None else ground.switch,
+            pace=setup.inputs.pace,
         ),
         inputs=setup.inputs,
         clock=clock,

@@ -164,17 +164,17 @@ class Controller:
         counts = observation.microbatch_counts
         try:
             problem = reshape_problem(self.job, self._known, rates, counts)
+            planned = self._replanner.plan(problem) if rates.by_gpu else None
+            move = reshaped(
+                self.job,
+                problem,
+                counts,
+                self._wanted(planned, observation),
+                min_gain=self.policy.min_gain,
+            )
         except MalleusError as error:
             self._streak = self._sure_streak = 0
             return replace(decision, warning=f"No plan of another layout can be made: {error}")
-        planned = self._replanner.plan(problem) if rates.by_gpu else None
-        move = reshaped(
-            self.job,
-            problem,
-            counts,
-            self._wanted(planned, observation),
-            min_gain=self.policy.min_gain,
-        )
         if planned is not None:
             decision = replace(decision, warning=planned.why)
         seconds = 0.0 if planned is None else planned.seconds

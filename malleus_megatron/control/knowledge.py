@@ -50,7 +50,7 @@ class Knowledge:
         """A layer on healthy GPUs at a TP degree: as measured now, else as expected.
 
         Raises:
-            ValueError: nothing was ever measured and nothing is known beforehand.
+            BadInputError: nothing was ever measured and nothing is known beforehand.
         """
         return self._healthy_s.get(degree) or self._times.expected_s(degree)
 

@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from malleus_megatron.errors import BadInputError
+
 type TimesByDegree = tuple[tuple[int, float], ...]
 """Pairs (TP degree, forward plus backward of one layer and micro-batch in seconds), sorted."""
 
@@ -33,7 +35,7 @@ class DegreeTimes:
         exchange.
 
         Raises:
-            ValueError: neither a time learned nor a prior.
+            BadInputError: neither a time learned nor a prior.
         """
         learned, prior = dict(self.learned), dict(self.prior)
         if degree in learned:
@@ -45,6 +47,8 @@ class DegreeTimes:
         if degree in prior and not learned:
             return prior[degree]
         known = learned or prior
+        if not known:
+            raise BadInputError(f"No GPU has timed a layer yet: degree {degree} has no time.")
         near = _nearest(known, degree)
         return known[near] * near / degree
 

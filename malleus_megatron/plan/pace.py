@@ -7,6 +7,7 @@ from typing import Any
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import read_json
 from malleus_megatron.plan.fields import as_dict, as_float, required
+from malleus_megatron.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,15 @@ class Pace:
                 "Add them to the pace file."
             )
         return times
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan with a TP degree that has no times.
+
+        Raises:
+            BadInputError: as `at`.
+        """
+        for degree in {len(stage.gpus) for pipe in plan.pipelines for stage in pipe.stages}:
+            self.at(degree)
 
 
 def pace_from_json(document: Any, where: str = "pace") -> Pace:

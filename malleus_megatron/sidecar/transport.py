@@ -23,7 +23,7 @@ class HttpTransport:
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 2.0, max_reply_bytes: int = MAX_MESSAGE_BYTES
+        self, url: str, *, timeout_s: float = 60.0, max_reply_bytes: int = MAX_MESSAGE_BYTES
     ) -> None:
         """Check the URL; nothing is sent yet.
 

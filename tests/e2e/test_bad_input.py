@@ -26,8 +26,29 @@ def another_world(folder: Path) -> list[str]:
     return plan_file(folder, Grid(pipelines=4).plan((3, 1, 2, 2)))
 
 
-def moved_layers(folder: Path) -> list[str]:
-    return plan_file(folder, Grid(pipelines=1, stages=2).plan((8,)))
+def other_layers(folder: Path) -> list[str]:
+    return plan_file(folder, Grid(pipelines=1, stages=2, num_layers=6).plan((8,)))
+
+
+def gpu_twice(folder: Path) -> list[str]:
+    plan = TWO.plan((5, 3))
+    plan["pipelines"][1]["stages"][0]["gpus"] = [0]
+    return plan_file(folder, plan)
+
+
+def heads_that_do_not_divide(folder: Path) -> list[str]:
+    plan = Grid(pipelines=1, tp=2).plan((8,))
+    return [*plan_file(folder, plan), "--num-attention-heads", "1"]
+
+
+def query_groups_that_do_not_divide(folder: Path) -> list[str]:
+    plan = Grid(pipelines=1, tp=2).plan((8,))
+    return [*plan_file(folder, plan), "--group-query-attention", "--num-query-groups", "1"]
+
+
+def moved_layers_at_a_lower_level(folder: Path) -> list[str]:
+    plan = Grid(pipelines=1, stages=2).plan((8,))
+    return [*plan_file(folder, plan), "--overlap-grad-reduce"]
 
 
 def other_batch(folder: Path) -> list[str]:
@@ -57,8 +78,17 @@ def pace_without_the_degree(folder: Path) -> list[str]:
     return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
 
 
+def plan_without_a_pace(folder: Path) -> list[str]:
+    pace = {"layer_forward_s": {"1": 0.01}, "layer_backward_s": {"1": 0.02}}
+    plan = Grid(pipelines=1, tp=2).plan((8,))
+    return [
+        *plan_file(folder, plan),
+        *("--malleus-pace", str(write_json(folder / "pace.json", pace))),
+    ]
+
+
 def level_out_of_reach(folder: Path) -> list[str]:
-    return ["--malleus-require", "reshape"]
+    return ["--malleus-require", "reshape", "--overlap-grad-reduce"]
 
 
 def odd_sidecar(folder: Path) -> list[str]:
@@ -70,12 +100,17 @@ def odd_sidecar(folder: Path) -> list[str]:
     [
         (unknown_version, "schema_version 7"),
         (another_world, "4 GPUs (0..3); the job has 2 (0..1)"),
-        (moved_layers, "level reshape"),
+        (other_layers, "6 layers; the model has 4"),
+        (gpu_twice, "GPU 0 stands in the plan twice"),
+        (heads_that_do_not_divide, "attention heads 1"),
+        (query_groups_that_do_not_divide, "query groups 1"),
+        (moved_layers_at_a_lower_level, "level reshape"),
         (other_batch, "10 micro-batches a step; the job has 8"),
         (missing_gpu, "(0, 5)"),
         (negative_rate, "-2.5"),
         (rate_that_is_no_number, "nan"),
         (pace_without_the_degree, "TP degree 1"),
+        (plan_without_a_pace, "TP degree 2"),
         (level_out_of_reach, "this job reaches rebalance"),
         (odd_sidecar, "ftp://there"),
     ],

@@ -331,6 +331,35 @@ def without_first_pipeline(plan: Plan) -> Plan:
     )
 
 
+def test_without_any_layer_timing_the_layout_stays_and_a_reason_is_given() -> None:
+    job = SimulatedJob(grid(2))
+    job.switch(make_plan_with_straggler(job))
+    for iteration in range(1, 12):
+        seen = job.observation({})
+        silent = tuple(replace(s, layer_forward_s=float("nan")) for s in seen.samples)
+        decision = job.controller.observe(replace(seen, iteration=iteration, samples=silent))
+    assert "No GPU has timed a layer yet" in decision.warning
+    assert decision.offer is None
+
+
+def make_plan_with_straggler(job: SimulatedJob) -> Plan:
+    """The layout that a job of this recipe takes when GPU 1 takes three times as long."""
+    other = SimulatedJob(job.nominal)
+    other.run(20, {1: 3.0})
+    return other.plan
+
+
+def test_a_restarted_controller_finds_the_rates_of_an_uneven_layout() -> None:
+    """Nothing was learned: GPUs at the commonest degree are compared alone, others by a guess."""
+    job = SimulatedJob(grid(2))
+    job.switch(make_plan_with_straggler(job))
+    degrees = {standing(job.plan, gpu)[0] for gpu in range(8)}
+    assert {1, 2} <= degrees
+    last = job.run(5, {6: 2.5})
+    assert last.stragglers == (6,)
+    assert last.rates[6] == pytest.approx(2.5, rel=0.15)
+
+
 def test_a_refused_layout_rests_and_micro_batches_move_meanwhile() -> None:
     job = SimulatedJob(grid(2), takes_offers=False, policy=Policy(offer_timeout_iterations=30))
     job.run(5, {1: 3.0})

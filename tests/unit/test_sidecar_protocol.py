@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +17,8 @@ from malleus_megatron.plan.plan import PlanningNote, Prediction
 from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import Rates
 from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.conversation import Conversation
+from malleus_megatron.sidecar.process import GivenSidecar
 from malleus_megatron.sidecar.service import Service
 from tests.unit.sidecar_cases import JOB, PLAN, SLOW, observation
 
@@ -82,6 +85,20 @@ def test_the_service_goes_on_with_another_layout_and_starts_anew_with_another_re
     service.job(protocol.job_to_json(replace(job, nominal=PLAN.with_counts((4, 4))), Policy()))
     assert service.status()["decision"] is None
     assert service.settings()["min_gain"] == Policy().min_gain
+
+
+def test_the_reason_for_no_plan_is_told_once() -> None:
+    why = "There is no plan of another layout: too little memory."
+
+    def answer(path: str, _body: bytes) -> bytes:
+        decision = Decision(iteration=1, warning=why)
+        return protocol.encode(protocol.decision_to_json(decision) if "samples" in path else {})
+
+    sidecar = GivenSidecar("http://127.0.0.1:9")
+    with patch.object(sidecar, "connect", lambda: answer):
+        conversation = Conversation(sidecar, JOB, Policy())
+        turns = [conversation.exchange(observation(iteration)) for iteration in (1, 2, 3)]
+    assert [turn.warnings for turn in turns] == [(why,), (), ()]
 
 
 def test_a_job_without_settings_has_the_defaults() -> None:
