@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import get_args
 
 from malleus_megatron.adapter.data import Batches
 from malleus_megatron.adapter.inputs import Inputs
@@ -188,7 +189,8 @@ class Job:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
-            self._changes.to_nominal_stages(self._iteration or 0)
+            if _more_follows():
+                self._changes.to_nominal_stages(self._iteration or 0)
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
         if self._reporter is not None:
@@ -260,3 +262,9 @@ class Job:
         """Go down to observe together if any rank saw a loss that cannot be split unequally."""
         if self.moves_microbatches and not all(row.loss_is_per_token for row in rows):
             self._changes.sink(Level.observe, LEGACY_LOSS, self._iteration or 0)
+
+
+def _more_follows() -> bool:
+    """Whether Megatron saves or evaluates after its training loop, with its own stages."""
+    args = get_args()
+    return bool(args.save or getattr(args, "do_valid", 0) or getattr(args, "do_test", 0))

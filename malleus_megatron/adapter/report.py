@@ -121,6 +121,7 @@ class Reporter:
             generation=current.generation,
             plan=current.plan_id,
             micro_batches=list(plan.microbatch_counts),
+            layout=in_short(plan),
             seconds=plan.planning.seconds if plan.planning else 0.0,
             predicted=document.get("predicted", {}),
         )

@@ -1,7 +1,7 @@
-"""`malleus demo`: a small GPT trains on CPU, one GPU slows down, and the micro-batches move.
+"""`malleus demo`: a small GPT trains on CPU, one GPU slows down, and the job moves around it.
 
 Two real Megatron jobs on the same data: the stock job, whose losses are the reference, and a paced
-job under `--malleus` in which one GPU turns three times slower part-way.
+job under `--malleus` in which one GPU of a TP group turns three times slower part-way.
 """
 
 import argparse
@@ -27,16 +27,19 @@ NUM_RANKS = 4
 INJECTED_GPU = 0
 INJECTED_RATE = 3.0
 INJECTED_FROM = 6
-LAYER_FORWARD_S = 0.032
-LAYER_BACKWARD_S = 0.064
+MICRO_BATCHES = 8
+PLAN_BEFORE = f"{MICRO_BATCHES} x (0-1:4 | 2-3:4)"
+"""What the recipe's flags describe: micro-batches x (GPUs:layers of each stage)."""
+LAYER_FORWARD_S = {"1": 0.036, "2": 0.020}
+LAYER_BACKWARD_S = {"1": 0.072, "2": 0.040}
 JOB_TIME_LIMIT_S = 240
 SETTLING = 2
 """Iterations left out at the start of the job and after a change, while caches and windows fill."""
 
 RECIPE = (
-    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --num-layers 8 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 8 "
     "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
-    "--micro-batch-size 1 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --clip-grad 1.0 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --clip-grad 1.0 "
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 "
     "--eval-interval 1000 --seed 1234 --num-workers 0"
@@ -83,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
     _clear(files)
     say = _teller(quiet=arguments.json)
     say(
-        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 pipelines of 2 stages), real text. "
+        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 stages of TP degree 2), real text. "
         "Paced: every layer is held to a set time, as if each process were a GPU."
     )
     recipe = [*RECIPE, "--train-iters", str(arguments.iterations), *_data(files)]
@@ -112,12 +115,12 @@ def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]])
     if not plans:
         raise MalleusError("The job ended without a re-plan; see events.jsonl.")
     rates = [event["rates"] for event in events if event["event"] == "rates"][-1]
+    moves = [event for event in events if event["event"] == "migration"]
     first, last = plans[0], plans[-1]
     healthy = [s for s in steps if SETTLING < s["iteration"] < INJECTED_FROM]
     slow = [s for s in steps if INJECTED_FROM <= s["iteration"] < first["iteration"]]
     after = [s for s in steps if s["iteration"] >= last["iteration"] + SETTLING]
     reference = {line["iteration"]: line["loss"] for line in stock}
-    before = sum(last["micro_batches"]) // len(last["micro_batches"])
     return {
         "paced": True,
         "healthy_step_time_s": _median(healthy),
@@ -126,8 +129,12 @@ def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]])
         "predicted_step_time_s": last["predicted"]["step_time_s"],
         "injected": {str(INJECTED_GPU): INJECTED_RATE},
         "measured_rates": rates,
-        "micro_batches_before": [before] * len(last["micro_batches"]),
+        "micro_batches_before": [MICRO_BATCHES],
         "micro_batches_after": last["micro_batches"],
+        "plan_before": PLAN_BEFORE,
+        "plan_after": last["layout"],
+        "migrated_bytes": sum(move["bytes"] for move in moves),
+        "migration_s": sum(move["seconds"] for move in moves),
         "iterations_until_replan": first["iteration"] - INJECTED_FROM,
         "max_loss_difference": _largest_difference(steps, reference),
         "iterations": len(steps),
@@ -138,24 +145,22 @@ def table(summary: dict[str, Any]) -> str:
     """The three situations, for a person."""
     healthy = summary["healthy_step_time_s"]
     rows = [
-        ("healthy", healthy, summary["micro_batches_before"]),
-        (
-            "straggling, nominal plan",
-            summary["straggling_step_time_s"],
-            summary["micro_batches_before"],
-        ),
-        ("after the re-plan", summary["replanned_step_time_s"], summary["micro_batches_after"]),
+        ("healthy", healthy, summary["plan_before"]),
+        ("straggling, nominal plan", summary["straggling_step_time_s"], summary["plan_before"]),
+        ("after the re-plan", summary["replanned_step_time_s"], summary["plan_after"]),
     ]
-    lines = [f"{'':26} {'step':>8} {'vs healthy':>11}  micro-batches"]
-    for name, seconds, counts in rows:
-        split = " + ".join(map(str, counts))
-        lines.append(f"{name:26} {seconds:6.2f} s {seconds / healthy:10.2f}x  {split}")
+    lines = [f"{'':26} {'step':>8} {'vs healthy':>11}  plan: micro-batches x (GPUs:layers | ...)"]
+    lines += [
+        f"{name:26} {seconds:6.2f} s {seconds / healthy:10.2f}x  {plan}"
+        for name, seconds, plan in rows
+    ]
     measured = summary["measured_rates"].get(str(INJECTED_GPU), 1.0)
     lines += [
         "",
         f"GPU {INJECTED_GPU} was slowed to {INJECTED_RATE}; measured {measured:.2f}. The plan came "
         f"{summary['iterations_until_replan']} iterations later and predicted "
-        f"{summary['predicted_step_time_s']:.2f} s.",
+        f"{summary['predicted_step_time_s']:.2f} s; {summary['migrated_bytes'] / 2**20:.1f} MiB "
+        f"moved in {summary['migration_s']:.2f} s, in memory.",
         f"Largest loss difference to the stock job over {summary['iterations']} iterations: "
         f"{summary['max_loss_difference']:.1e}",
         "Step times are of a paced run: they measure the plan and the protocol, not this machine.",
@@ -179,8 +184,8 @@ def _run_malleus(files: DemoFiles, recipe: Sequence[str], iterations: int) -> No
     pace.write_text(
         json.dumps(
             {
-                "layer_forward_s": {"1": LAYER_FORWARD_S},
-                "layer_backward_s": {"1": LAYER_BACKWARD_S},
+                "layer_forward_s": LAYER_FORWARD_S,
+                "layer_backward_s": LAYER_BACKWARD_S,
             }
         )
     )
@@ -264,7 +269,7 @@ def _line(event: dict[str, Any]) -> str:
     if event["event"] == "straggler":
         return f"{at}GPU {event['gpu']} is a straggler, rate {event['rate']:.2f}"
     if event["event"] == "plan":
-        return f"{at}new plan, micro-batches {' + '.join(map(str, event['micro_batches']))}"
+        return f"{at}new plan, {event['layout']}"
     return f"{at}{event['message']}"
 
 

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -75,6 +76,9 @@ def run_program(task: RankTask, argv: Sequence[str]) -> None:
 
 
 def _settle(task: RankTask) -> None:
+    # What the server has imported lives for ever: a collection need not look through it, and the
+    # pages stay shared with the other ranks.
+    gc.freeze()
     os.setsid()
     _die_with_parent()
     os.chdir(task.folder)

@@ -23,10 +23,12 @@ def events() -> list[dict[str, Any]]:
         {
             "event": "plan",
             "iteration": REPLAN,
-            "micro_batches": [4, 12],
+            "micro_batches": [8],
+            "layout": "8 x (1:3 | 2-3:5), standby 0",
             "predicted": {"step_time_s": 1.5},
         }
     )
+    written.append({"event": "migration", "iteration": REPLAN, "bytes": 3 * 2**20, "seconds": 0.5})
     written += [step(REPLAN, 8.0, 5.0), step(REPLAN + 1, 7.0, 5.0)]
     written += [step(i, 1.6, 5.0) for i in range(REPLAN + SETTLING, 24)]
     return written
@@ -41,8 +43,11 @@ def test_each_situation_has_its_own_steps() -> None:
     assert summary["healthy_step_time_s"] == 1.0
     assert summary["straggling_step_time_s"] == 3.0
     assert summary["replanned_step_time_s"] == 1.6
-    assert summary["micro_batches_before"] == [8, 8]
-    assert summary["micro_batches_after"] == [4, 12]
+    assert summary["micro_batches_before"] == [8]
+    assert summary["micro_batches_after"] == [8]
+    assert summary["plan_after"] == "8 x (1:3 | 2-3:5), standby 0"
+    assert summary["migrated_bytes"] == 3 * 2**20
+    assert summary["migration_s"] == 0.5
     assert summary["measured_rates"] == {"0": 3.02}
     assert summary["injected"] == {"0": 3.0}
     assert summary["iterations_until_replan"] == 4
@@ -63,5 +68,5 @@ def test_a_job_that_was_not_recorded_whole_is_an_error() -> None:
 def test_the_table_says_that_the_run_is_paced() -> None:
     text = table(summarise(events(), stock()))
     assert "paced" in text
-    assert "4 + 12" in text
+    assert "8 x (1:3 | 2-3:5), standby 0" in text
     assert "1.60 s" in text
