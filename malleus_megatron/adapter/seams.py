@@ -188,7 +188,7 @@ def _evaluate(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any
         job.evaluation.begin()
         with job.in_view():
             losses, collected, time_is_up = original(*args, **kwargs)
-        return losses and job.evaluation.losses(), collected, time_is_up
+        return None if losses is None else job.evaluation.losses(), collected, time_is_up
 
     return evaluate
 

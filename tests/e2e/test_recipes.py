@@ -88,6 +88,8 @@ DENSE = {
         + "--num-layers 2 --manual-gc --manual-gc-interval 2 --seed 42",
     ),
 }
+HELD_BACK = ("--overlap-grad-reduce", "--log-params-norm")
+"""With these a recipe can be rebalanced only."""
 MOE = (
     LLAMA + "--num-layers 2 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
     "--moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type aux_loss "
@@ -102,9 +104,9 @@ LOWER = {
     ),
     "experts, allgather": (2, MOE + "--moe-token-dispatcher-type allgather", "experts"),
     "experts, alltoall": (2, MOE + "--moe-token-dispatcher-type alltoall", "experts"),
-    "one pipeline": (
+    "one pipeline, overlapped": (
         2,
-        GPT3 + "--num-layers 2 --tensor-model-parallel-size 2",
+        GPT3 + "--num-layers 2 --tensor-model-parallel-size 2 --overlap-grad-reduce",
         "one pipeline",
     ),
 }
@@ -144,7 +146,8 @@ def level_of(folder: Path) -> tuple[str, str]:
 def test_a_dense_recipe_trains_as_in_stock(name: str, tmp_path: Path) -> None:
     world, recipe = DENSE[name]
     run_both(world, recipe, tmp_path)
-    assert level_of(tmp_path)[0] == "rebalance"
+    held_back = any(word in recipe for word in HELD_BACK)
+    assert level_of(tmp_path)[0] == ("rebalance" if held_back else "reshape")
 
 
 @pytest.mark.parametrize("name", LOWER)
@@ -174,7 +177,7 @@ def test_a_loss_that_is_a_mean_keeps_counts_equal(tmp_path: Path) -> None:
     )
     events = read_lines(tmp_path / "malleus" / "events.jsonl")
     levels = [event["level"] for event in events if event["event"] == "level"]
-    assert levels == ["rebalance", "observe"]
+    assert levels == ["reshape", "observe"]
     warnings = [event["message"] for event in events if event["event"] == "warning"]
     assert any("5, 3" in message and "observe" in message for message in warnings), warnings
     assert not [event for event in events if event["event"] == "plan"]

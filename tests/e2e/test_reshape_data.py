@@ -1,0 +1,205 @@
+"""Reshaped jobs read stock's samples, evaluate, save and resume as the stock job does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from malleus_megatron.plan.codec import plan_to_json
+from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from tests.harness.ranks import RankOutcome, run_script
+from tests.harness.training import (
+    TINY_GPT,
+    Grid,
+    assert_same_training,
+    read_lines,
+    train,
+    write_json,
+)
+
+pytestmark = pytest.mark.e2e
+
+FP32 = 1e-6
+GRID = Grid(pipelines=2, tp=2)
+GROWING = Grid(pipelines=2, tp=2, growth="0:8 768:16")
+WITH_DATA = tuple(word for word in TINY_GPT if word != "--mock-data")
+
+
+def stage(gpus: tuple[int, ...], start: int, end: int) -> Stage:
+    return Stage(gpus=gpus, layers=(start, end))
+
+
+def plan(
+    counts: tuple[int, ...], *pipelines: tuple[Stage, ...], standby: int | None = None
+) -> Plan:
+    return Plan(
+        num_layers=4,
+        num_microbatches=sum(counts),
+        pipelines=tuple(
+            Pipeline(num_microbatches=count, stages=stages)
+            for count, stages in zip(counts, pipelines, strict=True)
+        ),
+        standby=() if standby is None else (standby,),
+    )
+
+
+UNLIKE = plan((3, 5), (stage((3,), 0, 1), stage((0,), 1, 4)), (stage((1, 2), 0, 4),))
+THREE = plan((2, 1, 5), (stage((2,), 0, 4),), (stage((0,), 0, 4),), (stage((1,), 0, 4),), standby=3)
+ONE = plan((8,), (stage((1,), 0, 2), stage((2, 3), 2, 4), stage((0,), 4, 4)))
+
+
+def write_plans(folder: Path, plans: dict[int, Plan]) -> Path:
+    schedule = []
+    for iteration, asked in plans.items():
+        name = f"plan-{iteration}.json"
+        write_json(folder / name, plan_to_json(asked))
+        schedule.append({"iteration": iteration, "plan": name})
+    return write_json(folder / "schedule.json", schedule)
+
+
+def under(schedule: Path, folder: Path) -> list[str]:
+    return [
+        *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
+        *("--malleus-plan-schedule", str(schedule), "--malleus-log-dir", str(folder)),
+    ]
+
+
+def validation_losses(ranks: list[RankOutcome]) -> list[float]:
+    """What the last rank prints, in seven digits."""
+    found = re.findall(r"validation loss at iteration \d+ .*?value: (\S+)", ranks[-1].output)
+    return [float(value) for value in found]
+
+
+@pytest.fixture(scope="module")
+def two_corpora(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Prefixes of two small tokenised texts."""
+    from malleus_megatron.adapter.text_data import prepare_text_data
+
+    folder = tmp_path_factory.mktemp("corpora")
+    prefixes = []
+    for name, times in (("first", 3), ("second", 7)):
+        texts = folder / name
+        texts.mkdir()
+        for number in range(4):
+            words = f"{name} text number {number} " * (20 * times + number)
+            (texts / f"{number}.txt").write_text(words, encoding="utf-8")
+        prepare_text_data(texts, folder / f"{name}-data", patterns=("*.txt",))
+        prefixes.append(str(folder / f"{name}-data"))
+    return prefixes
+
+
+PLANS = {2: UNLIKE, 4: THREE, 5: ONE}
+CASES: dict[str, tuple[Grid, dict[int, Plan], tuple[str, ...]]] = {
+    "from the start": (GRID, {1: THREE, 3: UNLIKE}, ()),
+    "cyclic": (GRID, PLANS, ("--dataloader-type", "cyclic")),
+    "cyclic, not sharded": (
+        GRID,
+        PLANS,
+        ("--dataloader-type", "cyclic", "--no-data-sharding"),
+    ),
+    "data workers": (GRID, PLANS, ("--num-workers", "1")),
+    "batch size grows": (GROWING, PLANS, ()),
+    "rerun machine": (GRID, PLANS, ("--rerun-mode", "validate_results")),
+    "all timers": (GRID, PLANS, ("--timing-log-level", "2", "--log-num-zeros-in-grad")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradient_norms_are_stocks(name: str, tmp_path: Path) -> None:
+    grid, plans, flags = CASES[name]
+    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
+    train(grid, stock, *flags, iterations=6)
+    schedule = write_plans(tmp_path, plans)
+    train(grid, ours, *flags, *under(schedule, tmp_path), iterations=6)
+    assert_same_training(ours, stock, relative=FP32)
+    events = read_lines(tmp_path / "events.jsonl")
+    assert not [event for event in events if event["event"] == "warning"]
+    assert sum(event["event"] == "plan" for event in events) == len(plans)
+
+
+def test_blended_data_is_read_across_epochs_and_evaluated(
+    two_corpora: list[str], tmp_path: Path
+) -> None:
+    data = ("--data-path", "0.3", two_corpora[0], "0.7", two_corpora[1], "--split", "80,20,0")
+    flags = (*data, "--eval-iters", "3", "--eval-interval", "2", "--vocab-size", "257")
+    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
+    run = {"iterations": 8, "recipe": WITH_DATA}
+    expected = validation_losses(train(GRID, stock, *flags, **run))
+    schedule = write_plans(tmp_path, PLANS | {7: UNLIKE})
+    found = validation_losses(train(GRID, ours, *flags, *under(schedule, tmp_path), **run))
+    assert_same_training(ours, stock, relative=FP32)
+    assert len(expected) > 3
+    assert found == pytest.approx(expected, rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16, distributed optimizer"])
+def test_a_checkpoint_of_a_reshaped_job_is_stocks(kind: str, tmp_path: Path) -> None:
+    """A reshaped job saves and goes on; a stock job and a reshaped one go on from what it saved."""
+    optimizer = () if kind == "fp32" else ("--bf16", "--use-distributed-optimizer")
+    recipe = (*TINY_GPT, *optimizer, "--ckpt-format", "torch_dist", "--lr-decay-iters", "6")
+    saved = tmp_path / "checkpoints"
+    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
+    train(GRID, stock, iterations=6, recipe=recipe)
+    schedule = write_plans(tmp_path, {2: UNLIKE, 5: ONE})
+    saving = ("--save", saved, "--save-interval", "3")
+    train(GRID, ours, *saving, *under(schedule, tmp_path), iterations=6, recipe=recipe)
+    relative = FP32 if kind == "fp32" else 2e-4
+    assert_same_training(ours, stock, relative=relative)
+    (saved / "latest_checkpointed_iteration.txt").write_text("3")
+    loading = ("--load", saved)
+    later = tmp_path / "stock-later.jsonl"
+    train(GRID, later, *loading, iterations=6, recipe=recipe)
+    whole = tmp_path / "from-4.jsonl"
+    lines = ours.read_text(encoding="utf-8").splitlines(keepends=True)
+    whole.write_text("".join(lines[3:]), encoding="utf-8")
+    assert_same_training(later, whole, relative=relative)
+    again = tmp_path / "ours-later.jsonl"
+    train(GRID, again, *loading, *under(schedule, tmp_path / "again"), iterations=6, recipe=recipe)
+    assert_same_training(again, whole, relative=relative)
+
+
+SCRIPT_WITH_OWN_DATA = """
+import torch
+import malleus_megatron.adapter.gpt_data as gpt_data
+from malleus_megatron.pretrain_gpt import main
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        tokens = (torch.arange(33) * (index + 3)) % 127
+        return {
+            "tokens": tokens[:-1],
+            "labels": tokens[1:],
+            "attention_mask": torch.ones(1, 32, 32).triu(1) > 0,
+            "loss_mask": torch.ones(32),
+            "position_ids": torch.arange(32),
+        }
+
+# Without is_distributed Megatron asks the first rank of each TP group only.
+gpt_data.datasets_provider = lambda num_samples, vp_stage=None: (Samples(), None, None)
+main()
+"""
+
+
+def test_a_script_whose_data_is_built_on_few_ranks_is_rebalanced(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT_WITH_OWN_DATA, encoding="utf-8")
+    schedule = write_plans(tmp_path, {3: UNLIKE})
+    run_script(
+        GRID.world,
+        [
+            script,
+            *(*TINY_GPT, *GRID.flags, "--train-iters", "4", "--malleus"),
+            *("--malleus-sidecar", "none", "--malleus-log-dir", str(tmp_path)),
+            *("--malleus-plan-schedule", str(schedule)),
+        ],
+    )
+    events = read_lines(tmp_path / "events.jsonl")
+    levels = [event["level"] for event in events if event["event"] == "level"]
+    assert levels == ["reshape", "rebalance"]
+    warnings = [event["message"] for event in events if event["event"] == "warning"]
+    assert len(warnings) == 1
+    assert "level reshape" in warnings[0]
+    assert sum(event["event"] == "iteration" for event in events) == 4
