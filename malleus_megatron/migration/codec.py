@@ -16,7 +16,10 @@ def holdings_to_bytes(holdings: Iterable[Holding]) -> bytes:
         kind = (holding.key, holding.global_shape, holding.element_bytes)
         box = holding.box
         kinds.setdefault(kind, []).append(
-            [box.offset, box.shape, holding.name, holding.replica, holding.depth]
+            [
+                *(box.offset, box.shape, holding.name),
+                *(holding.replica, holding.depth, holding.optimizer_group),
+            ]
         )
     document = [[*kind, boxes] for kind, boxes in kinds.items()]
     return zlib.compress(json.dumps(document, separators=(",", ":")).encode())
@@ -33,7 +36,8 @@ def holdings_from_bytes(payload: bytes) -> tuple[Holding, ...]:
             name=name,
             replica=replica,
             depth=depth,
+            optimizer_group=optimizer_group,
         )
         for key, global_shape, element_bytes, boxes in json.loads(zlib.decompress(payload))
-        for offset, shape, name, replica, depth in boxes
+        for offset, shape, name, replica, depth, optimizer_group in boxes
     )

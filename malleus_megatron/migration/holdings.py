@@ -32,6 +32,8 @@ class Holding:
     depth: int = 0
     """Order in the forward pass: 0 embedding, i + 1 layer i, and so on. Gradients of the deepest
     are ready first."""
+    optimizer_group: int = 0
+    """Of a parameter: with which others the optimizer shares learning rate and weight decay."""
 
     @property
     def num_bytes(self) -> int:

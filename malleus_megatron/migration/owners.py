@@ -51,6 +51,11 @@ class Slice:
         """Size of an element."""
         return self.holdings[0].element_bytes
 
+    @property
+    def optimizer_group(self) -> int:
+        """Of the parameter."""
+        return self.holdings[0].optimizer_group
+
     def holding_of(self, gpu: int) -> Holding:
         """The local tensor of one of its owners."""
         return self.holdings[self.owners.index(gpu)]
@@ -76,6 +81,7 @@ class OwnerGroup:
 
     owners: tuple[int, ...]
     element_bytes: int
+    optimizer_group: int
     slices: tuple[Slice, ...]
 
     @property
@@ -98,6 +104,10 @@ class OwnerGroup:
             )
 
 
+type _Alike = tuple[tuple[int, ...], int, int]
+"""Owners, element size and optimizer group: what the slices of one buffer have in common."""
+
+
 def owner_slices(holdings: Holdings) -> tuple[Slice, ...]:
     """Cut every tensor into the slices whose owners are the same throughout.
 
@@ -114,19 +124,19 @@ def owner_slices(holdings: Holdings) -> tuple[Slice, ...]:
 
 
 def reduction_groups(holdings: Holdings, max_bytes: int) -> tuple[OwnerGroup, ...]:
-    """Slices by their owners, in buffers of at most `max_bytes` (one slice may be larger).
+    """Slices by owners and optimizer group, in buffers of at most `max_bytes`.
 
-    All GPUs go through the groups in this order, each through those that it is an owner of. So
-    any two GPUs meet in the same order and none waits for another for ever. A group stands where
-    its last slice stands: on a GPU that owns several, buffers fill in this order. Groups with one
-    owner are among them: nothing is to be summed there.
+    One slice may be larger. All GPUs go through the groups in this order, each through those that
+    it is an owner of. So any two GPUs meet in the same order and none waits for another for ever.
+    A group stands where its last slice stands: on a GPU that owns several, buffers fill in this
+    order. Groups with one owner are among them: nothing is to be summed there.
     """
     done: list[tuple[int, list[Slice]]] = []
-    filling: dict[tuple[tuple[int, ...], int], list[Slice]] = defaultdict(list)
-    filled_bytes: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
-    last: dict[tuple[tuple[int, ...], int], int] = {}
+    filling: dict[_Alike, list[Slice]] = defaultdict(list)
+    filled_bytes: dict[_Alike, int] = defaultdict(int)
+    last: dict[_Alike, int] = {}
     for number, part in enumerate(owner_slices(holdings)):
-        group = part.owners, part.element_bytes
+        group = part.owners, part.element_bytes, part.optimizer_group
         num_bytes = part.box.num_elements * part.element_bytes
         if filling[group] and filled_bytes[group] + num_bytes > max_bytes:
             done.append((last[group], filling.pop(group)))
@@ -141,7 +151,12 @@ def reduction_groups(holdings: Holdings, max_bytes: int) -> tuple[OwnerGroup, ..
 
 def _group(parts: Sequence[Slice]) -> OwnerGroup:
     first = parts[0]
-    return OwnerGroup(owners=first.owners, element_bytes=first.element_bytes, slices=tuple(parts))
+    return OwnerGroup(
+        owners=first.owners,
+        element_bytes=first.element_bytes,
+        optimizer_group=first.optimizer_group,
+        slices=tuple(parts),
+    )
 
 
 def _slices_of_key(key: str, held: Sequence[tuple[int, Holding]]) -> Iterator[Slice]:

@@ -1,4 +1,4 @@
-"""A job whose switches of plan fail: in one guarded step after the other, on one rank after the other.
+"""A job whose switches of plan fail: in one guarded step after the other, each on another rank.
 
 Attempt after attempt, each step of a migration fails once; then one succeeds. Each rank leaves in
 $LOGS what it saw of every attempt.
@@ -23,8 +23,8 @@ from malleus_megatron.errors import MigrationError
 from malleus_megatron.runtime.agreement import Agreement
 from tests.e2e.there_and_back import differing, state_bits
 
-AFTERWARDS = "building the optimizer"
-"""Megatron's builder has a collective inside, so its step fails when it is done."""
+AFTERWARDS = "grouping the parameters"
+"""Megatron compares the groups of all ranks in it, so this step fails when it is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,18 @@ class Fault:
 
     step: int | str
     rank: int
-    error: Exception
+    error: type[Exception]
+    message: str
 
 
 SPECIAL = (
-    Fault(step="building the stage", rank=2, error=torch.OutOfMemoryError("CUDA out of memory.")),
-    Fault(step="copying what is here", rank=1, error=RuntimeError("")),
+    Fault(
+        step="building the stage",
+        rank=2,
+        error=torch.OutOfMemoryError,
+        message="CUDA out of memory.",
+    ),
+    Fault(step="copying what is here", rank=1, error=RuntimeError, message=""),
 )
 """The first attempts; from then on the k-th step fails in the k-th attempt."""
 
@@ -47,7 +53,7 @@ def fault_of(attempt: int) -> Fault:
     number = attempt - len(SPECIAL)
     if number < 0:
         return SPECIAL[attempt]
-    return Fault(step=number, rank=number % 4, error=RuntimeError(f"step {number} fails here"))
+    return Fault(step=number, rank=number % 4, error=RuntimeError, message="it fails here")
 
 
 @dataclass(kw_only=True)
@@ -121,7 +127,7 @@ def _failing(step: Callable[[], Any], fault: Fault, what: str) -> Callable[[], A
     def fail() -> Any:
         if what == AFTERWARDS:
             step()
-        raise fault.error
+        raise fault.error(fault.message)
 
     return fail
 

@@ -123,10 +123,10 @@ def test_blended_data_is_read_across_epochs_and_evaluated(
     data = ("--data-path", "0.3", two_corpora[0], "0.7", two_corpora[1], "--split", "80,20,0")
     flags = (*data, "--eval-iters", "3", "--eval-interval", "2", "--vocab-size", "257")
     stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
-    run = {"iterations": 8, "recipe": WITH_DATA}
-    expected = validation_losses(train(GRID, stock, *flags, **run))
+    expected = validation_losses(train(GRID, stock, *flags, iterations=8, recipe=WITH_DATA))
     schedule = write_plans(tmp_path, PLANS | {7: UNLIKE})
-    found = validation_losses(train(GRID, ours, *flags, *under(schedule, tmp_path), **run))
+    plans = under(schedule, tmp_path)
+    found = validation_losses(train(GRID, ours, *flags, *plans, iterations=8, recipe=WITH_DATA))
     assert_same_training(ours, stock, relative=FP32)
     assert len(expected) > 3
     assert found == pytest.approx(expected, rel=2e-6)

@@ -1,9 +1,10 @@
-"""A switch of plan is safe: it fails on all ranks or none, loses no bit, and leaves nothing behind."""
+"""A switch of plan is safe: all ranks make it or none, no bit is lost, nothing stays behind."""
 
 import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,16 @@ import pytest
 from malleus_megatron.plan.codec import plan_from_json, plan_to_json
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 from tests.harness.ranks import run_script
-from tests.harness.recipes import BASE, BF16, CLIPPED, LLAMA, RECIPES, Recipe
+from tests.harness.recipes import BF16, CLIPPED, LLAMA, RECIPES, Recipe
 from tests.harness.training import Grid, assert_same_training, read_lines, train, write_json
 
 pytestmark = pytest.mark.e2e
 
 RANKS = range(4)
-LLAMA_TP2_PP2 = RECIPES[0]
-ROUND_BYTES = 48 * 2**10
+LLAMA_TP2_PP2 = replace(
+    RECIPES[0], grid=Grid(pipelines=1, stages=2, tp=2, num_layers=4, num_microbatches=4)
+)
+ROUND_BYTES = 96 * 2**10
 """So small that a migration takes several rounds."""
 
 Shape = tuple[int, Sequence[tuple[Sequence[int], int]]]
@@ -62,6 +65,7 @@ def run_job(
     *,
     iterations: int,
     env: Mapping[str, str],
+    timeout_s: float = 110.0,
 ) -> Path:
     """Run a script's job, which switches plans at iterations; every rank ends with status 0.
 
@@ -72,8 +76,8 @@ def run_job(
         write_json(folder / f"{name}.json", plan_to_json(plan))
     entries = [{"iteration": at, "plan": f"{name}.json"} for at, (name, _) in plans_at.items()]
     record = folder / "ours.jsonl"
-    words = [*recipe.words, *recipe.grid.flags, "--train-iters", str(iterations)]
-    ours = [
+    words: list[str | Path] = [*recipe.words, *recipe.grid.flags, "--train-iters", str(iterations)]
+    ours: list[str | Path] = [
         *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
         *("--malleus-plan-schedule", write_json(folder / "schedule.json", entries)),
         *("--malleus-record", record, "--malleus-log-dir", folder),
@@ -82,6 +86,7 @@ def run_job(
         recipe.grid.world,
         ["-m", f"tests.e2e.{script}", *words, *ours],
         env={"LOGS": str(folder), "PLANS": str(folder), **env},
+        timeout_s=timeout_s,
     )
     return record
 
@@ -97,13 +102,13 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_switch_that_fails_on_one_rank_is_a_switch_that_no_rank_makes(tmp_path: Path) -> None:
-    plan = plan_of((5, [((0, 3), 4), ((1,), 2)]), (3, [((2,), 6)]))
-    attempts_at = range(2, 24)
+    plan = plan_of((3, [((0, 3), 3), ((1,), 1)]), (1, [((2,), 4)]))
+    attempts_at = range(2, 34)
     record = run_job(
         "failing_migration",
         LLAMA_TP2_PP2,
         tmp_path,
-        {iteration: ("plan", plan) for iteration in attempts_at},
+        dict.fromkeys(attempts_at, ("plan", plan)),
         iterations=attempts_at[-1] + 1,
         env={"ROUND_BYTES": str(ROUND_BYTES)},
     )
@@ -156,7 +161,7 @@ TOURS = {
 @pytest.mark.parametrize("name", TOURS)
 def test_there_and_back_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     grid, flags, kinds = TOURS[name]
-    recipe = Recipe(name=name, grid=grid, flags=flags, relative=2e-4 if "bf16" in name else 1e-6)
+    recipe = Recipe(name=name, grid=grid, flags=flags, relative=1e-3 if "bf16" in name else 1e-6)
     b = plan_of((4, [((0, 3), 3), ((1,), 1)]), standby=(2,))
     c = plan_of((1, [((3,), 4)]), (3, [((2,), 1), ((0, 1), 3)]))
     record = run_job(
@@ -188,10 +193,12 @@ def test_there_and_back_gives_the_same_bits(name: str, tmp_path: Path) -> None:
 
 ITERATIONS = int(os.environ.get("MANY_SWITCHES_ITERATIONS", "60"))
 SWITCH_EVERY = int(os.environ.get("MANY_SWITCHES_EVERY", "2"))
+TIMEOUT_S = max(110.0, 1.5 * ITERATIONS)
 MAX_SLOPE_MIB = 0.3
 """Of resident memory, for each switch."""
 
 
+@pytest.mark.timeout(TIMEOUT_S + 10)
 def test_many_switches_leave_nothing_behind(tmp_path: Path) -> None:
     grid = Grid(pipelines=2, stages=2, num_microbatches=4)
     recipe = Recipe(name="many switches", grid=grid, flags=LLAMA)
@@ -209,8 +216,11 @@ def test_many_switches_leave_nothing_behind(tmp_path: Path) -> None:
         dict(zip(at, itertools.cycle(plans), strict=False)),
         iterations=ITERATIONS,
         env={"SAMPLE_EVERY": str(SWITCH_EVERY * len(plans))},
+        timeout_s=TIMEOUT_S,
     )
-    assert len(events_of(tmp_path, "migration")) == len(at) + (at[-1] % (4 * SWITCH_EVERY) != 0)
+    assert [event["iteration"] for event in events_of(tmp_path, "plan")] == list(at)
+    assert {event["iteration"] for event in events_of(tmp_path, "migration")} >= set(at)
+    assert events_of(tmp_path, "warning") == []
     slopes = []
     for rank in RANKS:
         # Each sample is taken under the nominal plan; the first one before any switch.

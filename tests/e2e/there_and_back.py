@@ -156,11 +156,16 @@ class Tour:
 
 
 def _watched(switch: Switch) -> Iterator[tuple[str, weakref.ref[Any]]]:
-    """Weak references to what the rank trains now."""
+    """Weak references to what the rank trains now.
+
+    Not to the outermost wrapper: Megatron's loop keeps its first one in a variable.
+    """
     (chunk,) = switch.model
     (module,) = unwrap_model([chunk])
-    yield "chunk", weakref.ref(chunk)
     yield "module", weakref.ref(module)
+    for number, buffer in enumerate(chunk.buffers):
+        yield f"buffer {number}", weakref.ref(buffer)
+        yield f"gradients of buffer {number}", weakref.ref(buffer.grad_data)
     for name, parameter in module.named_parameters():
         yield f"parameter {name}", weakref.ref(parameter)
         yield f"gradient of {name}", weakref.ref(parameter.main_grad)

@@ -3,18 +3,20 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import optimizer as core_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args, get_timers, training
 from megatron.training.initialize import _set_random_seed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.view import View
 
 _SEEDS_APART = 1_000_003
@@ -28,6 +30,8 @@ class RankStage:
     view: View
     model: list[Any]
     optimizer: Any
+    shards: OwnerShards | None = None
+    """What the optimizer updates under a plan; None: Megatron's own, under the nominal one."""
 
     @property
     def module(self) -> Any:
@@ -84,24 +88,65 @@ class StageBuilder:
             chunk.train()
         return list(chunks)
 
-    def optimizer(self, view: View, model: list[Any]) -> Any:
-        """Megatron's optimizer for the model; a collective of all ranks."""
+    def stock_optimizer(self, view: View, model: list[Any]) -> Any:
+        """Megatron's optimizer for the nominal stage, as Megatron makes it; a collective."""
         args = get_args()
-        config, overrides = training.get_megatron_optimizer_config(args)
-        config.timers = get_timers()
-        groups: dict[str, Any] = {"use_gloo_process_groups": args.use_gloo_process_groups}
-        if view.collection is not None:
-            groups = {"use_gloo_process_groups": False, "pg_collection": view.collection}
+        config, overrides = _optimizer_config()
         with view.shown_with(self.config):
-            optimizer = training.get_megatron_optimizer(
-                config, model, config_overrides=overrides, **groups
+            return training.get_megatron_optimizer(
+                config,
+                model,
+                config_overrides=overrides,
+                use_gloo_process_groups=args.use_gloo_process_groups,
             )
-        if view.seat is not None and view.seat.pipeline != 0:
-            # The norm is summed over all ranks; each parameter counts in the first pipeline only,
-            # so that all ranks clip by the same bits.
-            for parameter in optimizer.get_parameters():
-                parameter.shared = True
-        return optimizer
+
+    def parameter_groups(self, view: View, model: list[Any]) -> list[dict[str, Any]]:
+        """Megatron's groups of parameters by learning rate and weight decay; a collective.
+
+        All ranks have the same groups in the same order; some are empty on some.
+        """
+        config, overrides = _optimizer_config()
+        with view.shown_with(self.config):
+            return list(core_optimizer._get_param_groups(model, config, overrides))  # noqa: SLF001
+
+    def optimizer(
+        self,
+        view: View,
+        model: list[Any],
+        groups: Sequence[dict[str, Any]],
+        shards: OwnerShards,
+    ) -> Any:
+        """Megatron's optimizer over a rank's shares, in the place of whole parameters."""
+        config, _ = _optimizer_config()
+        config = replace(config, use_distributed_optimizer=False)
+        config.timers = get_timers()  # no field: a copy lacks it
+        groups = [
+            group | {"params": shards.by_optimizer_group(number)}
+            for number, group in enumerate(groups)
+        ]
+        with view.shown_with(self.config):
+            inner = core_optimizer._get_megatron_optimizer_based_on_param_groups(  # noqa: SLF001
+                config=config,
+                model_chunks=model,
+                param_groups=groups,
+                model_parallel_group=view.collection.mp if view.collection else None,
+                pg_collection=view.collection,
+            )
+        update = inner.step_with_ready_grads
+
+        def update_and_gather() -> bool:
+            done = update()
+            shards.gather()
+            return bool(done)
+
+        inner.step_with_ready_grads = update_and_gather
+        return core_optimizer.ChainedOptimizer([inner])
+
+
+def _optimizer_config() -> tuple[Any, Any]:
+    config, overrides = training.get_megatron_optimizer_config(get_args())
+    config.timers = get_timers()
+    return config, overrides
 
 
 def reseed(view: View, iteration: int) -> None:

@@ -6,7 +6,7 @@ span of it where Megatron's distributed optimizer has cut it up.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,15 +17,19 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
+from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.stage import RankStage
+from malleus_megatron.adapter.reshape.view import View
 from malleus_megatron.adapter.torch_adam import allocate
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.boxes import Box, Span
 from malleus_megatron.migration.holdings import Holding
+from malleus_megatron.migration.shards import piece_holding
 from malleus_megatron.migration.spans import boxes_of_span
 
 PARAMETER = "parameter"
 MAIN = "main"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -42,6 +46,10 @@ class Part:
     depth: int
 
 
+type Parts = Mapping[int, Sequence[Part]]
+"""The parts of every parameter, by the parameter's id."""
+
+
 @dataclass(slots=True, kw_only=True)
 class RankState:
     """Holdings, and the tensors behind their names."""
@@ -49,7 +57,15 @@ class RankState:
     holdings: list[Holding] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, kind: str, parts: Iterable[Part], flat: Tensor, span: Span) -> None:
+    def add(
+        self,
+        kind: str,
+        parts: Iterable[Part],
+        flat: Tensor,
+        span: Span,
+        *,
+        optimizer_group: int = 0,
+    ) -> None:
         """Take in a tensor that goes with a parameter.
 
         Args:
@@ -57,6 +73,7 @@ class RankState:
             parts: Of the parameter.
             flat: One axis; element 0 is the parameter's element span[0].
             span: Elements of the flat parameter that it has.
+            optimizer_group: Of the parameter.
         """
         for part in parts:
             low = span[0] - part.start
@@ -73,6 +90,7 @@ class RankState:
                         name=name,
                         replica=part.replica,
                         depth=part.depth,
+                        optimizer_group=optimizer_group,
                     )
                 )
 
@@ -85,57 +103,90 @@ def state_of(stage: RankStage, config: Any) -> RankState:
     Raises:
         MigrationError: a parameter without metadata, naming it.
     """
-    parts = parts_of(stage, config)
-    state = RankState()
-    for parameter in stage.module.parameters():
-        flat = parameter.detach().view(-1)
-        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
+    parts = parts_of(stage.module, stage.view, config)
+    state = parameters_of(stage.module, parts)
     for inner in inner_optimizers(stage.optimizer):
         _allocate(inner)
+        if stage.shards is not None:
+            _add_shares(state, stage.shards, inner)
+            continue
         for parameter, span, tensors in _optimizer_tensors(inner):
             for kind, tensor in tensors.items():
                 state.add(kind, parts[id(parameter)], tensor.detach().view(-1), span)
     return state
 
 
-def gradients_of(stage: RankStage, config: Any) -> dict[str, Tensor]:
+def parameters_of(module: Any, parts: Parts, groups: Sequence[Mapping[str, Any]] = ()) -> RankState:
+    """The parameters of a model.
+
+    Args:
+        module: The model.
+        parts: Of all its parameters.
+        groups: The optimizer's, where holdings are to say them.
+    """
+    number_of = {
+        id(parameter): number
+        for number, group in enumerate(groups)
+        for parameter in group["params"]
+    }
+    state = RankState()
+    for parameter in module.parameters():
+        flat = parameter.detach().view(-1)
+        group = number_of.get(id(parameter), 0)
+        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()), optimizer_group=group)
+    return state
+
+
+def gradients_of(module: Any, parts: Parts) -> dict[str, Tensor]:
     """Each parameter's gradient buffer by the names of the parameter's holdings.
 
     The buffers stay the same from step to step.
     """
-    parts = parts_of(stage, config)
     state = RankState()
-    for parameter in stage.module.parameters():
+    for parameter in module.parameters():
         flat = parameter.main_grad.view(-1)
         state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
     return state.tensors
 
 
-def parts_of(stage: RankStage, config: Any) -> dict[int, list[Part]]:
+def _add_shares(state: RankState, shards: OwnerShards, inner: Any) -> None:
+    """The optimizer's state of each share, piece by piece."""
+    for share in shards.shares:
+        if not share.main.numel():
+            continue
+        tensors = _tensors(share.main, share.main, inner.optimizer.state[share.main])
+        if shards.keeps_main:
+            tensors[MAIN] = share.main.detach()
+        for piece in share.pieces:
+            for kind, tensor in tensors.items():
+                holding = piece_holding(piece, kind, tensor.element_size(), f"{PARAMETER}.")
+                state.holdings.append(holding)
+                state.tensors[holding.name] = tensor[piece.span[0] : piece.span[1]]
+
+
+def parts_of(module: Any, view: View, config: Any) -> Parts:
     """The parts of every parameter, by the parameter's id.
 
     Raises:
         MigrationError: a parameter whose elements the metadata does not cover.
     """
-    seat = stage.view.seat
     found: dict[int, list[Part]] = {}
-    with stage.view.shown_with(config):
-        sharded = stage.module.sharded_state_dict(metadata=_metadata(stage))
-    depths = _Depths(num_layers=config.num_layers, has_input=_has_input(stage))
+    with view.shown_with(config):
+        sharded = module.sharded_state_dict(metadata=_metadata(module))
+    depths = _Depths(num_layers=config.num_layers, has_input=bool(module.pre_process))
     for leaf in nested_values(sharded):
         if isinstance(leaf, ShardedTensorFactory):
             built = nested_values(leaf.build())
             found[id(leaf.data)] = [depths.part(tensor, leaf.data) for tensor in built]
         elif isinstance(leaf, ShardedTensor):
             found[id(leaf.data)] = [depths.part(leaf, leaf.data)]
-    for name, parameter in stage.module.named_parameters():
+    for name, parameter in module.named_parameters():
         parts = found.get(id(parameter), [])
         covered = sum(part.box.num_elements for part in parts)
         if covered != parameter.numel():
-            where = "nominal plan" if seat is None else f"stage {seat.stage}"
             raise MigrationError(
-                f"{name} ({where}): Megatron's checkpoint metadata covers {covered} of "
-                f"{parameter.numel()} elements; it cannot be moved."
+                f"{name}: Megatron's checkpoint metadata covers {covered} of {parameter.numel()} "
+                "elements; it cannot be moved."
             )
     return found
 
@@ -166,6 +217,21 @@ def set_step_count(optimizer: Any, step: int) -> None:
             # The fused Adam of Transformer Engine and Apex counts per group.
             for group in inner.optimizer.param_groups:
                 group[_STEP] = step
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """Of the loss scale, which is the same on all ranks; None where there is none."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(inner, "grad_scaler", None) is not None:
+            return dict(inner.grad_scaler.state_dict())
+    return None
+
+
+def set_scaler_state(optimizer: Any, state: dict[str, Any] | None) -> None:
+    """Let the loss scale go on from there."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if state is not None and getattr(inner, "grad_scaler", None) is not None:
+            inner.grad_scaler.load_state_dict(state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,22 +265,12 @@ class _Depths:
         return self.num_layers + 1 if numbered is None else int(numbered[1]) + 1
 
 
-def _has_input(stage: RankStage) -> bool:
-    return bool(stage.module.pre_process)
-
-
-def _metadata(stage: RankStage) -> dict[str, Any]:
-    collection = training_collection(stage)
+def _metadata(module: Any) -> dict[str, Any]:
     return {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": collection.dp_cp,
+        "dp_cp_group": module.pg_collection.dp_cp,
     }
-
-
-def training_collection(stage: RankStage) -> Any:
-    """The groups that the stage's model was built with."""
-    return stage.module.pg_collection
 
 
 def _allocate(inner: Any) -> None:

@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
-from malleus_megatron.adapter.reshape.gradients import MAX_BUFFER_BYTES, OwnerSums, summed_groups
+from malleus_megatron.adapter.reshape.gradients import OwnerSums
+from malleus_megatron.adapter.reshape.making import Made, StageMaker
+from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder, reseed
 from malleus_megatron.adapter.reshape.state import (
-    PARAMETER,
     RankState,
-    gradients_of,
     parts_of,
+    scaler_state,
+    set_scaler_state,
     set_step_count,
     state_of,
     step_count,
@@ -23,10 +27,8 @@ from malleus_megatron.adapter.reshape.state import (
 from malleus_megatron.adapter.reshape.steps import PlanSteps
 from malleus_megatron.adapter.reshape.view import View, nominal_view, view_of
 from malleus_megatron.errors import MigrationError
-from malleus_megatron.migration.codec import holdings_from_bytes, holdings_to_bytes
-from malleus_megatron.migration.holdings import Holding, Holdings
+from malleus_megatron.migration.holdings import Holdings
 from malleus_megatron.migration.outcome import Migration
-from malleus_megatron.migration.owners import OwnerGroup, reduction_groups
 from malleus_megatron.migration.rounds import Round, cut_into_rounds
 from malleus_megatron.migration.transfers import TransferPlan, plan_transfers
 from malleus_megatron.plan.plan import Plan
@@ -66,6 +68,8 @@ class Switch:
         self._builder = builder
         self._agreement = agreement
         self._groups = groups
+        self._maker = StageMaker(builder, agreement, groups)
+        self._shards: OwnerShards | None = None
         self._model, self._optimizer, self._scheduler = built
         self._node_of = node_of
         self._nominal = nominal_view(builder.config, builder.collection)
@@ -91,7 +95,7 @@ class Switch:
             MigrationError: a parameter that Megatron's metadata does not cover, or a frozen one.
         """
         stage = self._stage()
-        parts_of(stage, self._builder.config)
+        parts_of(stage.module, stage.view, self._builder.config)
         for name, parameter in stage.module.named_parameters():
             if not parameter.requires_grad:
                 raise MigrationError(f"{name} is frozen; frozen parameters are not covered yet")
@@ -116,14 +120,15 @@ class Switch:
 
     def _go(self, see: Callable[[], View], plan: Plan | None, iteration: int) -> Migration:
         started = time.perf_counter()
-        reason = None
+        reason = move = None
         try:
             move = self._prepared(see, plan)
             carried = self._carry_out(move)
         except MigrationError as error:
             reason = str(error)
-        if reason is not None:
-            # Here nothing refers to the new stage any more, the error's traceback included.
+        if reason is not None or move is None:
+            # Nothing may refer to the new stage any more, neither this frame nor the traceback.
+            move = None
             _free()
             raise MigrationError(reason)
         self._commit(move, iteration)
@@ -139,89 +144,67 @@ class Switch:
             self._groups.make(gpus for gpus in stages if len(gpus) > 1)
         view = together("finding the rank's place", see)
         old = together("listing the old state", lambda: state_of(self._stage(), config))
-        held = self._all_holdings(old) if self._held is None else self._held
-        model = together("building the stage", lambda: self._builder.model(view))
-        optimizer = together("building the optimizer", lambda: self._builder.optimizer(view, model))
-        stage = RankStage(view=view, model=model, optimizer=optimizer)
-        new = together("listing the new state", lambda: state_of(stage, config))
-        needed = self._all_holdings(new)
+        held = self._maker.all_holdings(old) if self._held is None else self._held
+        made = self._maker.make(view)
         transfers = together(
-            "planning the transfers", lambda: plan_transfers(held, needed, self._node_of)
+            "planning the transfers", lambda: plan_transfers(held, made.needed, self._node_of)
         )
         rounds = together(
             "planning the rounds", lambda: cut_into_rounds(transfers.transfers, MAX_ROUND_BYTES)
         )
-        sums, steps = self._under(stage, needed)
-        return _Move(
-            stage=stage,
-            old=old,
-            new=new,
-            needed=needed,
-            transfers=transfers,
-            rounds=rounds,
-            sums=sums,
-            steps=steps,
-        )
-
-    def _under(
-        self, stage: RankStage, needed: Holdings
-    ) -> tuple[OwnerSums | None, PlanSteps | None]:
-        """What runs a step under a plan; nothing where Megatron's own code does."""
-        seat = stage.view.seat
-        if seat is None:
-            return None, None
-        together, config = self._agreement.together, self._builder.config
-        groups = together("finding the owners", lambda: summed_groups(_owner_groups(needed)))
-        self._groups.make(group.owners for group in groups)
-        return together(
-            "preparing the steps",
-            lambda: (
-                OwnerSums(
-                    seat=seat,
-                    groups=groups,
-                    process_groups=self._groups,
-                    gradients=gradients_of(stage, config),
-                ),
-                PlanSteps(stage, config, agree=self._agreement.first_text),
-            ),
-        )
+        steps = None
+        if view.seat is not None:
+            agree = self._agreement.first_text
+            steps = together(
+                "preparing the steps", lambda: PlanSteps(made.stage, config, agree=agree)
+            )
+        return _Move(made=made, old=old, transfers=transfers, rounds=rounds, steps=steps)
 
     def _carry_out(self, move: "_Move") -> Carried:
         gpu, together = self._agreement.rank, self._agreement.together
-        old, new = move.old.tensors, move.new.tensors
+        old, new, stage = move.old.tensors, move.made.state.tensors, move.made.stage
         mine = [copy for copy in move.transfers.copies if copy.destination_gpu == gpu]
         together("copying what is here", lambda: copy_own(mine, old, new))
         carried = carry_out(move.rounds, gpu, old=old, new=new, guard=together)
         steps = self._agreement.exchange([step_count(self._optimizer)])
         step = int(max(row[0] for row in steps))
-        together("setting the step", lambda: set_step_count(move.stage.optimizer, step))
+        together("setting the step", lambda: set_step_count(stage.optimizer, step))
+        scaler = scaler_state(self._optimizer)
+        together("setting the loss scale", lambda: set_scaler_state(stage.optimizer, scaler))
+        if stage.shards is not None and not stage.shards.keeps_main:
+            together("filling the shares", stage.shards.fill)
         return carried
 
     def _commit(self, move: "_Move", iteration: int) -> None:
         """Put the new stage where Megatron's loop looks; nothing here can fail."""
-        config, view = self._builder.config, move.stage.view
+        config, stage = self._builder.config, move.made.stage
+        view = stage.view
         view.put_into(config)
-        config.finalize_model_grads_func = finalize_model_grads if move.sums is None else move.sums
-        self._model[:] = move.stage.model
+        config.finalize_model_grads_func = finalize_model_grads
+        if view.seat is not None and stage.shards is not None:
+            config.finalize_model_grads_func = OwnerSums(view.seat, stage.shards)
+        old = list(self._model)
+        self._model[:] = stage.model
+        for chunk in old:
+            # Megatron's loop keeps a name for the last chunk that it was given: an empty shell.
+            chunk.__dict__.clear()
         self._optimizer.__dict__.clear()
-        self._optimizer.__dict__.update(move.stage.optimizer.__dict__)
+        self._optimizer.__dict__.update(stage.optimizer.__dict__)
+        self._shards = stage.shards
         # The scheduler holds the optimizer: it writes learning rate and decay into its new groups.
         self._scheduler.step(increment=0)
-        self._held = move.needed
+        self._held = move.made.needed
         self.view, self.steps = view, move.steps
         reseed(view, iteration)
 
     def _stage(self) -> RankStage:
-        return RankStage(view=self.view, model=list(self._model), optimizer=self._optimizer)
-
-    def _all_holdings(self, state: RankState) -> Holdings:
-        """Of every GPU, as each of them lists them."""
-        payloads = self._agreement.gather(holdings_to_bytes(state.holdings))
-        return {gpu: holdings_from_bytes(payload) for gpu, payload in enumerate(payloads)}
+        return RankStage(
+            view=self.view, model=list(self._model), optimizer=self._optimizer, shards=self._shards
+        )
 
     def _report(self, move: "_Move", carried: Carried, started: float) -> Migration:
         extra_bytes = carried.peak_buffer_bytes + sum(
-            tensor.numel() * tensor.element_size() for tensor in move.new.tensors.values()
+            tensor.numel() * tensor.element_size() for tensor in move.made.state.tensors.values()
         )
         seconds = time.perf_counter() - started
         rows = self._agreement.exchange([seconds, carried.received_bytes, extra_bytes])
@@ -238,26 +221,19 @@ class Switch:
 class _Move:
     """A switch in preparation: everything but the step from which there is no way back."""
 
-    stage: RankStage
+    made: Made
     old: RankState
-    new: RankState
-    needed: Holdings
     transfers: TransferPlan
     rounds: tuple[Round, ...]
-    sums: OwnerSums | None
     steps: PlanSteps | None
-
-
-def _owner_groups(needed: Holdings) -> tuple[OwnerGroup, ...]:
-    """Who sums which slice: the owners of the parameters are those of the gradients."""
-    parameters: dict[int, list[Holding]] = {
-        gpu: [one for one in holdings if one.key.startswith(f"{PARAMETER}.")]
-        for gpu, holdings in needed.items()
-    }
-    return reduction_groups(parameters, MAX_BUFFER_BYTES)
 
 
 def _free() -> None:
     """Give back what the other stage held: its modules refer to each other in circles."""
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        # Megatron keeps the tables of the last 32, and with them the modules that made them.
+        clear = getattr(embedding.forward, "cache_clear", None)
+        if clear is not None:
+            clear()
     gc.collect()
     torch.cuda.empty_cache()

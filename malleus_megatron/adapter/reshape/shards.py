@@ -1,0 +1,147 @@
+"""The optimizer's state under a plan: each owner of a slice keeps a share of it (ZeRO-1).
+
+A rank's shares are flat fp32 parameters, one for each owner group, that Megatron's own optimizer
+classes update. Before the update each gets the sum of the owners' gradients, after it each gives
+all owners the new values.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from malleus_megatron.migration.owners import Placement
+from malleus_megatron.migration.shards import Piece, ShardGroup
+from malleus_megatron.runtime.groups import Groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One owner group as one of its owners sees it."""
+
+    group: ShardGroup
+    process_group: dist.ProcessGroup | None
+    """None where this rank is the only owner."""
+    placements: tuple[Placement, ...]
+    """Where the group's slices lie in this rank's tensors."""
+    pieces: tuple[Piece, ...]
+    main: nn.Parameter
+    """One axis, fp32: this rank's elements of the flat buffer. Its `main_grad` is their sum."""
+
+
+class OwnerShards:
+    """The shares of one rank. All ranks go through the groups in the same order."""
+
+    def __init__(
+        self,
+        groups: Sequence[ShardGroup],
+        gpu: int,
+        *,
+        process_groups: Groups,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        keeps_main: bool,
+    ) -> None:
+        """Allocate the rank's shares; their values are set by `fill` or by a migration.
+
+        Args:
+            groups: Of the whole job.
+            gpu: This rank's.
+            process_groups: Those of the owners, made.
+            parameters: This rank's parameters by the names of their holdings, flat.
+            gradients: Their gradient buffers by the same names.
+            keeps_main: Whether fp32 values differ from the parameters' and are state of their own;
+                the same on all ranks.
+        """
+        self.keeps_main = keeps_main
+        self._gpu = gpu
+        self._parameters = parameters
+        self._gradients = gradients
+        self.shares = tuple(
+            self._share(group, process_groups) for group in groups if gpu in group.owners
+        )
+
+    def by_optimizer_group(self, number: int) -> list[nn.Parameter]:
+        """What Megatron's optimizer updates with the settings of one of its groups."""
+        return [
+            share.main
+            for share in self.shares
+            if share.group.group.optimizer_group == number and share.main.numel()
+        ]
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Take the main values from the rank's own parameters, whole in its owner groups."""
+        for share in self.shares:
+            low, high = share.group.share(self._gpu)
+            share.main.copy_(self._packed(share, self._parameters)[low:high])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Sum the gradients of each slice over its owners; every rank gets its share of the sum."""
+        for share in self.shares:
+            buffer = self._packed(share, self._gradients, only_contributions=True)
+            mine = buffer
+            if share.process_group is not None:
+                mine = buffer.new_empty(share.group.share_size)
+                dist.reduce_scatter_tensor(mine, buffer, group=share.process_group)
+            share.main.main_grad = mine[: share.main.numel()].float()  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply what `reduce` has left."""
+        for share in self.shares:
+            share.main.main_grad.mul_(factor)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Give all owners the new values, in the parameters' own precision."""
+        for share in self.shares:
+            dtype = self._parameters[share.placements[0].holding.name].dtype
+            mine = share.main.new_zeros(share.group.share_size, dtype=dtype)
+            mine[: share.main.numel()].copy_(share.main)
+            whole = mine
+            if share.process_group is not None:
+                whole = mine.new_empty(share.group.padded_size)
+                dist.all_gather_into_tensor(whole, mine, group=share.process_group)
+            for place, view in self._views(share, self._parameters):
+                view.copy_(whole[place.start : place.end].view(view.shape))
+
+    def _share(self, group: ShardGroup, process_groups: Groups) -> Share:
+        low, high = group.share(self._gpu)
+        placements = tuple(group.group.placements(self._gpu))
+        device = self._parameters[placements[0].holding.name].device
+        main = nn.Parameter(torch.empty(high - low, dtype=torch.float32, device=device))
+        # No other rank has these elements: they count in every norm.
+        main.tensor_model_parallel = True  # type: ignore[attr-defined]
+        return Share(
+            group=group,
+            process_group=process_groups.of(group.owners) if len(group.owners) > 1 else None,
+            placements=placements,
+            pieces=tuple(group.pieces(self._gpu)),
+            main=main,
+        )
+
+    def _packed(
+        self, share: Share, tensors: Mapping[str, Tensor], *, only_contributions: bool = False
+    ) -> Tensor:
+        """The group's slices behind each other; zeros for padding, and where others contribute."""
+        views = list(self._views(share, tensors))
+        buffer = views[0][1].new_empty(share.group.padded_size)
+        buffer[share.group.group.num_elements :].zero_()
+        for place, view in views:
+            part = buffer[place.start : place.end]
+            if place.contributes or not only_contributions:
+                part.copy_(view.reshape(-1))
+            else:
+                part.zero_()
+        return buffer
+
+    def _views(
+        self, share: Share, tensors: Mapping[str, Tensor]
+    ) -> Iterator[tuple[Placement, Tensor]]:
+        for place in share.placements:
+            tensor = tensors[place.holding.name].view(place.holding.box.shape)
+            yield place, tensor[place.slices]
