@@ -1,10 +1,9 @@
 """Tiny recipes of every feature that level reshape covers, and random plans for them."""
 
 import itertools
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from hypothesis import strategies as st
 
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 from tests.harness.training import Grid
@@ -112,24 +111,23 @@ BF16_RECIPES = (
 )
 
 
-@st.composite
-def job_plans(draw: st.DrawFn, grid: Grid, degrees: Sequence[int]) -> Plan:
+def random_job_plan(rng: random.Random, grid: Grid, degrees: Sequence[int]) -> Plan:
     """Any valid plan of a job: GPUs in any order, empty stages, standby GPUs, any counts."""
-    gpus = list(draw(st.permutations(range(grid.world))))
-    num_standby = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    gpus = list(range(grid.world))
+    rng.shuffle(gpus)
+    num_standby = rng.choice([0, 0, 0, 1, 2])
     free, standby = gpus[num_standby:], gpus[:num_standby]
     groups: list[tuple[int, ...]] = []
     while free:
-        degree = draw(st.sampled_from([d for d in degrees if d <= len(free)]))
-        groups.append(tuple(sorted(free[:degree])))
+        degree = rng.choice([d for d in degrees if d <= len(free)])
+        groups.append(tuple(free[:degree]))
         free = free[degree:]
-    most = min(len(groups), grid.num_microbatches)
-    num_pipelines = draw(st.integers(1, most))
-    ends = _cuts(draw, len(groups), num_pipelines, least=1)
-    counts = _parts(draw, grid.num_microbatches, num_pipelines)
+    num_pipelines = rng.randint(1, min(len(groups), grid.num_microbatches))
+    ends = _cuts(rng, len(groups), num_pipelines, least=1)
+    counts = _parts(rng, grid.num_microbatches, num_pipelines)
     pipelines = []
     for (start, end), count in zip(itertools.pairwise([0, *ends]), counts, strict=True):
-        bounds = [0, *_cuts(draw, grid.num_layers, end - start, least=0)]
+        bounds = [0, *_cuts(rng, grid.num_layers, end - start, least=0)]
         stages = tuple(
             Stage(gpus=tp_group, layers=layers)
             for tp_group, layers in zip(groups[start:end], itertools.pairwise(bounds), strict=True)
@@ -139,17 +137,17 @@ def job_plans(draw: st.DrawFn, grid: Grid, degrees: Sequence[int]) -> Plan:
         num_layers=grid.num_layers,
         num_microbatches=grid.num_microbatches,
         pipelines=tuple(pipelines),
-        standby=tuple(sorted(standby)),
+        standby=tuple(standby),
     )
 
 
-def _cuts(draw: st.DrawFn, total: int, parts: int, *, least: int) -> list[int]:
+def _cuts(rng: random.Random, total: int, parts: int, *, least: int) -> list[int]:
     """Where each part ends; every part has at least so many."""
     spare = total - least * parts
-    inner = sorted(draw(st.integers(0, spare)) for _ in range(parts - 1))
+    inner = sorted(rng.randint(0, spare) for _ in range(parts - 1))
     return [end + least * (number + 1) for number, end in enumerate([*inner, spare])]
 
 
-def _parts(draw: st.DrawFn, total: int, parts: int) -> list[int]:
-    ends = _cuts(draw, total, parts, least=1)
+def _parts(rng: random.Random, total: int, parts: int) -> list[int]:
+    ends = _cuts(rng, total, parts, least=1)
     return [end - start for start, end in itertools.pairwise([0, *ends])]

@@ -95,6 +95,22 @@ class OwnerShards:
         for share in self.shares:
             share.main.main_grad.mul_(factor)  # type: ignore[attr-defined]
 
+    def gradients_for_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        """The summed gradients, piece by piece: the norm of a long vector loses digits in fp32.
+
+        Args:
+            grad_norm_group: One of Megatron's groups with a norm of their own; dense decoders have
+                none.
+        """
+        if grad_norm_group is not None:
+            return []
+        return [
+            share.main.grad[piece.span[0] : piece.span[1]]
+            for share in self.shares
+            if share.main.grad is not None
+            for piece in share.pieces
+        ]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Give all owners the new values, in the parameters' own precision."""

@@ -140,6 +140,7 @@ class StageBuilder:
             return bool(done)
 
         inner.step_with_ready_grads = update_and_gather
+        inner.get_grads_for_grad_norm = shards.gradients_for_norm
         return core_optimizer.ChainedOptimizer([inner])
 
 
