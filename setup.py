@@ -27,6 +27,7 @@ RUNTIME = [
     "starlette>=1.0",
     "uvicorn>=0.30",
     "tqdm>=4.66",
+    "pyarrow>=18",  # malleus whatif reads traces in parquet
 ]
 
 DEV = [

@@ -11,6 +11,8 @@ from malleus_megatron.errors import EXIT_BAD_INPUT, MalleusError
 COMMANDS = {
     "plan": "find the plan that makes the step as short as possible, and prove how short it can be",
     "explain": "what bounds the step under a plan, and what each straggler costs",
+    "simulate": "play a trace of stragglers: step times under stock, malleus and other policies",
+    "whatif": "how much faster a traced job could be, and which GPU or stage holds it up",
     "doctor": "versions, devices, the seams in Megatron, and what would be refused",
     "demo": "train a small GPT on CPU, slow a GPU down, watch the micro-batches move",
 }

@@ -15,7 +15,7 @@ import malleus_megatron
 from malleus_megatron.errors import BadInputError, SidecarError
 from malleus_megatron.plan.fields import as_int, required
 from malleus_megatron.sidecar.protocol import decode
-from malleus_megatron.sidecar.transport import HttpTransport, Transport
+from malleus_megatron.sidecar.transport import REPLY_TIMEOUT_S, HttpTransport, Transport
 
 _log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 2.0
@@ -63,9 +63,12 @@ class GivenSidecar:
 class OwnSidecar:
     """A process on this machine that ends with us, even if we are killed."""
 
-    def __init__(self, *, ready_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, *, ready_timeout_s: float = 60.0, reply_timeout_s: float = REPLY_TIMEOUT_S
+    ) -> None:
         """Nothing starts before `launch`."""
         self._ready_timeout_s = ready_timeout_s
+        self._reply_timeout_s = reply_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
 
@@ -103,7 +106,7 @@ class OwnSidecar:
         except BadInputError as error:
             self._kill()
             raise SidecarError(f"The sidecar's process said no port: {error}") from error
-        return HttpTransport(f"http://127.0.0.1:{port}")
+        return HttpTransport(f"http://127.0.0.1:{port}", timeout_s=self._reply_timeout_s)
 
     def end(self) -> str | None:
         """Its exit status or signal, if it has ended."""

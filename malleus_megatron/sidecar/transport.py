@@ -14,6 +14,9 @@ type Transport = Callable[[str, bytes], bytes]
 
 _CHUNK_BYTES = 65536
 
+REPLY_TIMEOUT_S = 60.0
+"""A plan for a thousand GPUs with many unlike stragglers takes some of it; training never waits."""
+
 
 class HttpTransport:
     """POSTs JSON over a connection of its own each time.
@@ -23,7 +26,11 @@ class HttpTransport:
     """
 
     def __init__(
-        self, url: str, *, timeout_s: float = 60.0, max_reply_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        url: str,
+        *,
+        timeout_s: float = REPLY_TIMEOUT_S,
+        max_reply_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Check the URL; nothing is sent yet.
 

@@ -1,6 +1,6 @@
 """Under any sequence of valid plans a job trains as the stock uniform job does.
 
-A run trains one recipe through several sequences: three random plans, an iteration each, and back
+A run trains one recipe through several sequences: two random plans, an iteration each, and back
 to the nominal plan. MALLEUS_SEQUENCES=N runs N sequences a recipe, other ones each time.
 """
 
@@ -21,7 +21,7 @@ from tests.harness.training import assert_same_training, read_lines, train, writ
 
 pytestmark = pytest.mark.e2e
 
-PLANS_A_SEQUENCE = 3
+PLANS_A_SEQUENCE = 2
 SEQUENCES = int(os.environ.get("MALLEUS_SEQUENCES", "0"))
 
 

@@ -145,9 +145,9 @@ def test_shutdown_ends_it() -> None:
     assert wait_for(server.sidecar.end) == "exit status 0"
 
 
-def start_client() -> tuple[SidecarClient, OwnSidecar]:
+def start_client(reply_timeout_s: float = 60.0) -> tuple[SidecarClient, OwnSidecar]:
     """A client that has had its first answer."""
-    sidecar = OwnSidecar()
+    sidecar = OwnSidecar(reply_timeout_s=reply_timeout_s)
     client = SidecarClient(sidecar)
     client.start(JOB)
     client.post(observation(1, SLOW))
@@ -207,7 +207,7 @@ def test_killed() -> None:
 
 
 def test_suspended() -> None:
-    client, sidecar = start_client()
+    client, sidecar = start_client(reply_timeout_s=2.0)
     assert sidecar.pid is not None
     os.kill(sidecar.pid, signal.SIGSTOP)
     check_that_nothing_waits(client)
