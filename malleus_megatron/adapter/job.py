@@ -21,6 +21,7 @@ from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.config import Level
+from malleus_megatron.errors import MigrationError
 from malleus_megatron.plan.microbatches import spread_counts
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
@@ -89,6 +90,11 @@ class Job:
         return self._current.level >= Level.rebalance
 
     @property
+    def runs_steps(self) -> bool:
+        """Whether the job splits a step's data: also after its level has sunk on the way."""
+        return self.moves_microbatches or self.is_reshaped or self.batches is not None
+
+    @property
     def may_reshape(self) -> bool:
         """Whether this rank may come to sit anywhere in a pipeline."""
         return self._current.level >= Level.reshape
@@ -138,6 +144,7 @@ class Job:
             self._note_losses(losses)
             return losses
         self._losses = self._switch.steps.forward_backward(**kwargs)
+        self._loss_is_per_token = self._switch.steps.reports_pairs
         return self._losses
 
     def loss_divisor(self, num_microbatches: int) -> int:
@@ -189,8 +196,11 @@ class Job:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
-            if _more_follows():
-                self._changes.to_nominal_stages(self._iteration or 0)
+            if _more_follows() and not self._changes.to_nominal_stages(self._iteration or 0):
+                raise MigrationError(
+                    "The job cannot go back to its nominal stages, which Megatron needs to save "
+                    "and evaluate after the last iteration; its last checkpoint is whole."
+                )
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
         if self._reporter is not None:

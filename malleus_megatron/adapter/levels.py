@@ -121,9 +121,13 @@ RESHAPE_OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
         present=lambda args: any(
             _set(name)(args)
-            for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "use_mup")
+            for name in (
+                *("use_precision_aware_optimizer", "optimizer_cpu_offload", "use_mup"),
+                "optimizer_cuda_graph",
+            )
         ),
-        reason="the state of precision-aware, offloaded and muP optimizers cannot be moved yet",
+        reason="the state of precision-aware, offloaded, graphed and muP optimizers cannot be "
+        "moved yet",
     ),
     Obstacle(
         present=_set("tp_comm_overlap"),
@@ -141,6 +145,14 @@ RESHAPE_OBSTACLES: tuple[Obstacle, ...] = (
         ),
         reason="validation on whole or several sets is not covered yet",
     ),
+    Obstacle(
+        present=lambda args: any(
+            _set(name)(args)
+            for name in ("cpu_offloading_num_layers", "fine_grained_activation_offloading")
+        ),
+        reason="Megatron offloads activations without pipeline stages only",
+    ),
+    Obstacle(present=_set("adlr_autoresume"), reason="ADLR autoresume saves past the seams"),
     Obstacle(present=_set("async_save"), reason="asynchronous saves are not covered yet"),
     Obstacle(
         present=lambda args: any(

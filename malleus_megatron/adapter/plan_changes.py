@@ -3,11 +3,13 @@
 import json
 from collections.abc import Callable
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.errors import MalleusError, MigrationError
+from malleus_megatron.errors import BadInputError, MalleusError, MigrationError
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
 from malleus_megatron.plan.pace import Pace
@@ -100,6 +102,8 @@ class PlanChanges:
         migration = self._move(plan, iteration)
         if migration is None:
             self._change(self.current.nominal, iteration)
+            if self.reporter is not None:
+                self.reporter.describe(self.current)
         else:
             self._tell(migration, iteration)
 
@@ -119,6 +123,12 @@ class PlanChanges:
 
     def _check(self, plan: Plan) -> None:
         self.current.check(plan)
+        total = get_num_microbatches() * len(self.current.nominal.pipelines)
+        if len(plan.pipelines) > total:
+            raise BadInputError(
+                f"The plan has {len(plan.pipelines)} pipelines; the step has {total} micro-batches "
+                "now, and every pipeline needs one."
+            )
         if self._pace is not None:
             self._pace.check(plan)
 

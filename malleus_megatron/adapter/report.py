@@ -52,9 +52,10 @@ class Reporter:
         self._events.write("level", iteration, level=current.level.name, reason=reason)
         self._say(f"level {current.level.name}: {reason}")
         if self._sidecar is not None:
-            self._describe(current)
+            self.describe(current)
 
-    def _describe(self, current: CurrentPlan) -> None:
+    def describe(self, current: CurrentPlan) -> None:
+        """Tell the sidecar how the job lies now."""
         if self._sidecar is None:
             return
         present = None if current.plan.same_layout(current.nominal) else current.plan
@@ -148,7 +149,7 @@ class Reporter:
         self._say(
             f"iteration {iteration}: moved {total / 2**20:.1f} MiB in {migration.seconds:.2f} s"
         )
-        self._describe(current)
+        self.describe(current)
 
     def close(self) -> None:
         """Stop the sidecar and close the log."""

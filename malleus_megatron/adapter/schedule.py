@@ -19,7 +19,7 @@ def under_plan(job: "Job", schedule: Callable[..., Any]) -> Callable[..., Any]:
     def forward_backward(**kwargs: Any) -> Any:
         if kwargs.get("forward_only"):
             return job.evaluate_step(schedule, kwargs)
-        if not job.moves_microbatches:
+        if not job.runs_steps:
             return schedule(**kwargs)
         with _dividing_loss_by(job.loss_divisor(kwargs["num_microbatches"])):
             return job.run_schedule(schedule, kwargs)

@@ -37,9 +37,10 @@ class CurrentPlan:
                 f"The plan is for {plan.num_layers} layers; the model has "
                 f"{self.nominal.num_layers}."
             )
-        if self.level >= Level.reshape and self._widths is not None:
+        is_nominal = plan.same_layout(self.nominal)
+        if not is_nominal and self.level >= Level.reshape and self._widths is not None:
             check_degrees(plan, self._widths)
-        elif not plan.same_layout(self.nominal):
+        elif not is_nominal:
             raise BadInputError(
                 f"{_first_difference(plan, self.nominal)} Moving stages, layers or GPUs needs "
                 f"level reshape; this job is at level {self.level.name}."

@@ -1,6 +1,6 @@
 """Process groups by their set of ranks: made once, by all ranks in the same order, and kept."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -21,6 +21,7 @@ class Groups:
         """
         self._timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._asked: dict[tuple[int, ...], None] = {}
 
     def make(self, rank_sets: Iterable[Sequence[int]]) -> None:
         """Make a plan's groups, those that do not exist yet.
@@ -30,11 +31,26 @@ class Groups:
         Members meet once in each new group: a communicator that was first used inside a pipeline
         would block its two ends there.
         """
-        keys = dict.fromkeys(tuple(sorted(ranks)) for ranks in rank_sets)
-        for key in keys:
+        for ranks in rank_sets:
+            key = tuple(sorted(ranks))
+            self._asked[key] = None
             if key not in self._made:
-                self._make_room(keep=keys.keys())
                 self._made[key] = self._new(key)
+
+    def trim(self) -> None:
+        """Give up the oldest groups beyond the limit, but none asked for since the last trim.
+
+        To be called when a plan is in force, so that a switch that failed has lost nothing.
+        """
+        for key in list(self._made):
+            if len(self._made) <= MAX_GROUPS:
+                break
+            if key in self._asked:
+                continue
+            group = self._made.pop(key)
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._asked.clear()
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """A group that was made and that this rank is in.
@@ -57,12 +73,3 @@ class Groups:
         device = "cuda" if dist.get_backend(made) == "nccl" else "cpu"
         dist.all_reduce(torch.zeros(1, device=device), group=made)
         return made
-
-    def _make_room(self, *, keep: Collection[tuple[int, ...]]) -> None:
-        """Give up the oldest group that is not asked for now; all ranks give up the same one."""
-        if len(self._made) < MAX_GROUPS:
-            return
-        oldest = next((key for key in self._made if key not in keep), None)
-        group = None if oldest is None else self._made.pop(oldest)
-        if group is not None:
-            dist.destroy_process_group(group)

@@ -26,11 +26,14 @@ def test_a_set_is_made_once() -> None:
     assert run_ranks(3, use_groups) == [(3.0, 3, True)] * 3
 
 
-def overflow() -> tuple[int, bool, float]:
+def overflow() -> tuple[int, int, bool, float]:
     module.MAX_GROUPS = 2
     groups = module.Groups(timedelta(seconds=30))
     groups.make([(0,), (1,)])
+    groups.trim()
     groups.make([(1,), (0, 1)])
+    before = len(groups)
+    groups.trim()
     try:
         groups.of((0,))
         forgotten = False
@@ -38,13 +41,15 @@ def overflow() -> tuple[int, bool, float]:
         forgotten = True
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=groups.of((0, 1)))
-    return len(groups), forgotten, tensor.item()
+    return before, len(groups), forgotten, tensor.item()
 
 
 def ask_for_many() -> int:
     module.MAX_GROUPS = 1
     groups = module.Groups(timedelta(seconds=30))
-    groups.make([(0,), (1,), (0, 1)])
+    groups.make([(0,), (1,)])
+    groups.make([(0, 1)])
+    groups.trim()
     return len(groups)
 
 
@@ -53,4 +58,5 @@ def test_what_one_plan_needs_is_never_given_up() -> None:
 
 
 def test_the_oldest_is_given_up_beyond_the_bound() -> None:
-    assert run_ranks(2, overflow) == [(2, True, 2.0)] * 2
+    """Only once the next plan is in force: until then the old one's are needed."""
+    assert run_ranks(2, overflow) == [(3, 2, True, 2.0)] * 2

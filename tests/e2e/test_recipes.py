@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.harness.ranks import run_script
-from tests.harness.training import Grid, assert_same_training, read_lines, write_schedule
+from tests.harness.training import (
+    Grid,
+    assert_same_training,
+    read_lines,
+    write_json,
+    write_schedule,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -181,6 +187,24 @@ def test_a_loss_that_is_a_mean_keeps_counts_equal(tmp_path: Path) -> None:
     warnings = [event["message"] for event in events if event["event"] == "warning"]
     assert any("5, 3" in message and "observe" in message for message in warnings), warnings
     assert not [event for event in events if event["event"] == "plan"]
+
+
+def test_a_loss_that_is_a_mean_ends_a_plan_that_held_from_the_start(tmp_path: Path) -> None:
+    plan = Grid(pipelines=1, stages=2, num_layers=2, num_microbatches=8).plan((8,))
+    run(
+        2,
+        GPT3 + "--num-layers 2",
+        tmp_path / "malleus",
+        *("--malleus", "--malleus-log-dir", "."),
+        *("--malleus-plan", write_json(tmp_path / "plan.json", plan)),
+        script=SCRIPT.with_name("mean_loss_script.py"),
+    )
+    events = read_lines(tmp_path / "malleus" / "events.jsonl")
+    levels = [event["level"] for event in events if event["event"] == "level"]
+    assert levels == ["reshape", "observe"]
+    steps = [event for event in events if event["event"] == "iteration"]
+    assert [event["generation"] for event in steps] == [1, *[2] * (ITERATIONS - 1)]
+    assert len({event["loss"] for event in steps}) == ITERATIONS
 
 
 @pytest.mark.parametrize(

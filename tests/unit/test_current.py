@@ -5,6 +5,7 @@ import pytest
 from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.plan.degrees import ModelWidths
 from malleus_megatron.plan.nominal import nominal_plan
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 
@@ -79,3 +80,22 @@ def test_a_standby_gpu_needs_reshape() -> None:
     )
     with pytest.raises(BadInputError, match="1 pipelines; the nominal plan has 2"):
         CurrentPlan(nominal(), Level.rebalance).check(one)
+
+
+def test_the_nominal_layout_fits_whatever_its_degree() -> None:
+    """Megatron lets a TP degree exceed the query groups; only other layouts must divide them."""
+    wide = nominal_plan(
+        num_layers=8,
+        num_microbatches=8,
+        tensor_parallel_size=2,
+        pipeline_parallel_size=1,
+        data_parallel_size=2,
+    )
+    widths = ModelWidths(
+        num_attention_heads=4, num_query_groups=1, ffn_hidden_size=64, padded_vocab_size=256
+    )
+    current = CurrentPlan(wide, Level.reshape, widths)
+    current.check(wide.with_counts((5, 3)))
+    turned = Plan(num_layers=8, num_microbatches=8, pipelines=wide.pipelines[::-1])
+    with pytest.raises(BadInputError, match="query groups 1"):
+        current.check(turned)

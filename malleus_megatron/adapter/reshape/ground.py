@@ -72,7 +72,7 @@ def lay_ground(
     agreement.together("describing the model's state", switch.check)
     widths = _widths(builder.padded_vocab_size)
     gpus_per_node = _gpus_per_node([node_of[gpu] for gpu in sorted(node_of)])
-    degrees = tuple(sorted({tp_degree, *_degrees(widths, max(gpus_per_node), pace)}))
+    degrees = _degrees(widths, max(gpus_per_node), pace) or (tp_degree,)
     return Ground(
         switch=switch,
         widths=widths,

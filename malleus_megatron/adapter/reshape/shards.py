@@ -111,6 +111,11 @@ class OwnerShards:
             for piece in share.pieces
         ]
 
+    def drop_gradients(self) -> None:
+        """Free the sums: the next forward and backward passes need the room."""
+        for share in self.shares:
+            share.main.main_grad = share.main.grad = None  # type: ignore[attr-defined]
+
     @torch.no_grad()
     def gather(self) -> None:
         """Give all owners the new values, in the parameters' own precision."""

@@ -21,6 +21,8 @@ from malleus_megatron.adapter.reshape.view import View
 
 _SEEDS_APART = 1_000_003
 """Between the seeds of one iteration and the next: far more than Megatron adds for a stage."""
+_NUM_SEEDS = 2**31
+"""numpy takes seeds below 2**32, and Megatron adds to what it is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +139,7 @@ class StageBuilder:
         def update_and_gather() -> bool:
             done = update()
             shards.gather()
+            shards.drop_gradients()
             return bool(done)
 
         inner.step_with_ready_grads = update_and_gather
@@ -148,6 +151,11 @@ def _optimizer_config() -> tuple[Any, Any]:
     config, overrides = training.get_megatron_optimizer_config(get_args())
     config.timers = get_timers()
     return config, overrides
+
+
+def seed_at(seed: int, iteration: int) -> int:
+    """The seed of a job's random streams after a switch at this iteration; above 0."""
+    return 1 + (seed - 1 + _SEEDS_APART * iteration) % _NUM_SEEDS
 
 
 def reseed(view: View, iteration: int) -> None:
@@ -163,7 +171,7 @@ def reseed(view: View, iteration: int) -> None:
         groups = {"pp_group": collection.pp, "tp_group": collection.tp}
     with view.shown():
         _set_random_seed(
-            args.seed + _SEEDS_APART * iteration,
+            seed_at(args.seed, iteration),
             args.data_parallel_random_init,
             args.te_rng_tracker,
             args.inference_rng_tracker,

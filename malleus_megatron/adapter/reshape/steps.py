@@ -28,6 +28,8 @@ class PlanSteps:
             config: Megatron's TransformerConfig.
             agree: A collective: gives every rank the first text that a rank has.
         """
+        self.reports_pairs = True
+        """False once this rank has seen a loss that is a mean, not [sum, tokens]."""
         assert stage.view.seat is not None
         self.seat = stage.view.seat
         self._stage = stage
@@ -66,7 +68,10 @@ class PlanSteps:
         if self.seat.is_last and self.seat.tp_rank == 0:
             for micro_batch in losses:
                 for row, name in enumerate(self._names):
-                    totals[row] += micro_batch[name].view(-1)
+                    value = micro_batch[name].view(-1)
+                    self.reports_pairs &= value.numel() == 2
+                    totals[row, 0] += value[0]
+                    totals[row, 1] += value[1] if value.numel() == 2 else 1
         dist.all_reduce(totals)
         return [{name: row.float() for row, name in zip(totals, self._names, strict=True)}]
 

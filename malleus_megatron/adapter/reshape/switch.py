@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
@@ -70,6 +69,8 @@ class Switch:
         self._groups = groups
         self._maker = StageMaker(builder, agreement, groups)
         self._shards: OwnerShards | None = None
+        self._finalize: Callable[..., None] | None = None
+        """Of gradients, as Megatron's loop has it under the nominal plan."""
         self._model, self._optimizer, self._scheduler = built
         self._node_of = node_of
         self._nominal = nominal_view(builder.config, builder.collection)
@@ -133,6 +134,7 @@ class Switch:
             raise MigrationError(reason)
         self._commit(move, iteration)
         move.old.tensors.clear()
+        self._groups.trim()
         _free()
         return self._report(move, carried, started)
 
@@ -180,7 +182,9 @@ class Switch:
         config, stage = self._builder.config, move.made.stage
         view = stage.view
         view.put_into(config)
-        config.finalize_model_grads_func = finalize_model_grads
+        if self.is_nominal:
+            self._finalize = config.finalize_model_grads_func
+        config.finalize_model_grads_func = self._finalize
         if view.seat is not None and stage.shards is not None:
             config.finalize_model_grads_func = OwnerSums(view.seat, stage.shards)
         old = list(self._model)
