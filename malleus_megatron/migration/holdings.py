@@ -41,6 +41,11 @@ class Holding:
         return self.box.num_elements * self.element_bytes
 
 
+def tensor_name(key: str, box: Box) -> str:
+    """A name that no other local tensor of a GPU has: its boxes of a key do not overlap."""
+    return f"{key}@{','.join(map(str, box.offset))}"
+
+
 Holdings = Mapping[int, Sequence[Holding]]
 """All local tensors of a job, by GPU. A GPU that holds nothing may be left out."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from malleus_megatron.migration.boxes import Box, Span
-from malleus_megatron.migration.holdings import Holding, Holdings
+from malleus_megatron.migration.holdings import Holding, Holdings, tensor_name
 from malleus_megatron.migration.owners import OwnerGroup, Slice
 from malleus_megatron.migration.spans import boxes_of_span
 
@@ -92,6 +92,6 @@ def piece_holding(piece: Piece, kind: str, element_bytes: int, strip: str) -> Ho
         global_shape=first.global_shape,
         box=piece.box,
         element_bytes=element_bytes,
-        name=f"{key}@{','.join(map(str, piece.box.offset))}",
+        name=tensor_name(key, piece.box),
         depth=piece.slice.depth,
     )

@@ -16,6 +16,7 @@ from malleus_megatron.adapter.reshape.state import (
     parameters_of,
     parts_of,
     state_of,
+    with_optimizer_state,
 )
 from malleus_megatron.adapter.reshape.view import View
 from malleus_megatron.migration.codec import holdings_from_bytes, holdings_to_bytes
@@ -106,7 +107,7 @@ class StageMaker:
             "building the optimizer", lambda: builder.optimizer(view, model, settings, shards)
         )
         stage = RankStage(view=view, model=model, optimizer=optimizer, shards=shards)
-        state = together("listing the new state", lambda: state_of(stage, builder.config))
+        state = together("listing the new state", lambda: with_optimizer_state(stage, parts, mine))
         kinds = (MAIN, *MOMENTS) if keeps_main else MOMENTS
         kept = shard_holdings(groups, kinds, _MASTER_BYTES, f"{PARAMETER}.")
         needed = {gpu: [*held, *kept.get(gpu, ())] for gpu, held in parameters.items()}

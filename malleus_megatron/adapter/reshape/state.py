@@ -23,7 +23,7 @@ from malleus_megatron.adapter.reshape.view import View
 from malleus_megatron.adapter.torch_adam import allocate
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.boxes import Box, Span
-from malleus_megatron.migration.holdings import Holding
+from malleus_megatron.migration.holdings import Holding, tensor_name
 from malleus_megatron.migration.shards import piece_holding
 from malleus_megatron.migration.spans import boxes_of_span
 
@@ -79,7 +79,7 @@ class RankState:
             low = span[0] - part.start
             for box, (start, end) in boxes_of_span(part.box, (low, span[1] - part.start)):
                 key = f"{kind}.{part.key}"
-                name = f"{key}@{','.join(map(str, box.offset))}"
+                name = tensor_name(key, box)
                 self.tensors[name] = flat[start - low : end - low]
                 self.holdings.append(
                     Holding(
@@ -104,7 +104,12 @@ def state_of(stage: RankStage, config: Any) -> RankState:
         MigrationError: a parameter without metadata, naming it.
     """
     parts = parts_of(stage.module, stage.view, config)
-    state = parameters_of(stage.module, parts)
+    return with_optimizer_state(stage, parts, parameters_of(stage.module, parts))
+
+
+def with_optimizer_state(stage: RankStage, parts: Parts, parameters: RankState) -> RankState:
+    """The parameters, and beside them what the stage's optimizer keeps; see `state_of`."""
+    state = RankState(holdings=[*parameters.holdings], tensors={**parameters.tensors})
     for inner in inner_optimizers(stage.optimizer):
         _allocate(inner)
         if stage.shards is not None:
