@@ -104,13 +104,6 @@ OBSERVE_OBSTACLES: tuple[Obstacle, ...] = (
 
 RESHAPE_OBSTACLES: tuple[Obstacle, ...] = (
     Obstacle(
-        present=lambda args: args.overlap_grad_reduce or args.overlap_param_gather,
-        reason="overlapped gradient sums and parameter gathers are not covered yet",
-    ),
-    Obstacle(
-        present=_set("fp16"), reason="fp16 with its dynamic loss scale is not covered yet (bf16 is)"
-    ),
-    Obstacle(
         present=lambda args: _set("fp8")(args) or _set("fp4")(args),
         reason="fp8 and fp4 scaling factors cannot be moved yet",
     ),

@@ -36,6 +36,14 @@ class ShardGroup:
         return self.group.owners
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether some owner holds what another GPU of its TP group holds too.
+
+        Such gradients may have to be summed inside the TP group first.
+        """
+        return any(part.contributors != part.owners for part in self.group.slices)
+
+    @property
     def share_size(self) -> int:
         """Elements of a share in a collective, where all are equal."""
         return -(-self.group.num_elements // len(self.owners))

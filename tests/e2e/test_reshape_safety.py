@@ -14,7 +14,7 @@ import pytest
 from malleus_megatron.plan.codec import plan_from_json, plan_to_json
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 from tests.harness.ranks import run_script
-from tests.harness.recipes import BF16, CLIPPED, LLAMA, RECIPES, Recipe
+from tests.harness.recipes import ALL_OVERLAPPED, BF16, CLIPPED, LLAMA, RECIPES, Recipe
 from tests.harness.training import Grid, assert_same_training, read_lines, train, write_json
 
 pytestmark = pytest.mark.e2e
@@ -145,9 +145,9 @@ TOURS = {
         f"{LLAMA} {CLIPPED} --use-distributed-optimizer",
         STATE,
     ),
-    "bf16, distributed optimizer": (
+    "bf16, distributed optimizer, overlap": (
         Grid(pipelines=2, tp=2, num_microbatches=4),
-        f"{LLAMA} {CLIPPED} {BF16}",
+        f"{LLAMA} {CLIPPED} {BF16} {ALL_OVERLAPPED}",
         STATE | {"main"},
     ),
     "bf16": (

@@ -184,6 +184,8 @@ def touring(original: Callable[..., None]) -> Callable[..., None]:
     report: dict[str, Any] = {"disputed": {}}
 
     def begin_iteration(job: Job, iteration: int) -> None:
+        assert job._switch is not None
+        job._switch.complete_parameters()
         if iteration == TOUR_AT:
             report["tour"] = Tour(job).run()
         if iteration in checks:

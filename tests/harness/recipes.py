@@ -22,6 +22,8 @@ GROUPED = "--group-query-attention --num-query-groups 2"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BF16 = "--bf16 --use-distributed-optimizer"
 CLIPPED = "--clip-grad 0.3"
+SUMS_OVERLAPPED = "--overlap-grad-reduce"
+ALL_OVERLAPPED = f"{SUMS_OVERLAPPED} --overlap-param-gather"
 SMOOTH = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --lr 1e-4"
 """Steps small enough that what bf16 rounds away in one does not grow in the next."""
 
@@ -76,15 +78,16 @@ RECIPES = (
         flags=f"{GPT2} {UNTIED} --sequence-parallel --calculate-per-token-loss {CLIPPED}",
     ),
     Recipe(
-        name="llama, per-token loss, distributed optimizer in fp32, PP2 x DP2",
+        name="llama, per-token loss, distributed optimizer in fp32, overlap, PP2 x DP2",
         grid=Grid(pipelines=2, stages=2, num_layers=8, num_microbatches=12),
-        flags=f"{LLAMA} --calculate-per-token-loss --use-distributed-optimizer {CLIPPED}",
+        flags=f"{LLAMA} --calculate-per-token-loss --use-distributed-optimizer {CLIPPED} "
+        f"{ALL_OVERLAPPED}",
     ),
     Recipe(
-        name="llama, tied, grouped queries, TP2 x PP2 x DP2",
+        name="llama, tied, grouped queries, sums overlapped, TP2 x PP2 x DP2",
         sequences=5,
         grid=Grid(pipelines=2, stages=2, tp=2, num_layers=8),
-        flags=f"{LLAMA} {GROUPED} --sequence-parallel {CLIPPED}",
+        flags=f"{LLAMA} {GROUPED} --sequence-parallel {CLIPPED} {SUMS_OVERLAPPED}",
         degrees=(1, 2),
     ),
     Recipe(
@@ -97,9 +100,9 @@ RECIPES = (
 
 BF16_RECIPES = (
     Recipe(
-        name="llama, bf16, distributed optimizer, TP2 x DP2",
+        name="llama, bf16, distributed optimizer, overlap, TP2 x DP2",
         grid=Grid(pipelines=2, tp=2, num_layers=6, num_microbatches=16),
-        flags=f"{LLAMA} {BF16} {SMOOTH} {CLIPPED}",
+        flags=f"{LLAMA} {BF16} {SMOOTH} {CLIPPED} {ALL_OVERLAPPED}",
         relative=2e-4,
     ),
     Recipe(

@@ -20,24 +20,23 @@ def arguments(**changes: object) -> SimpleNamespace:
         "data_parallel_size": 2,
         "cuda_graph_impl": "none",
         "dataloader_type": "single",
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False,
         "optimizer": "adam",
     }
     return SimpleNamespace(**(dense | changes))
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_a_dense_recipe_is_reshaped(pipelines: int) -> None:
-    assert decide_level(arguments(data_parallel_size=pipelines)).level is Level.reshape
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_dense_recipe_is_reshaped(pipelines: int, overlap: bool) -> None:
+    recipe = arguments(
+        data_parallel_size=pipelines, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
+    assert decide_level(recipe).level is Level.reshape
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"overlap_grad_reduce": True}, "overlapped"),
-        ({"overlap_grad_reduce": True, "overlap_param_gather": True}, "overlapped"),
-        ({"fp16": True}, "fp16"),
         ({"fp8": "hybrid"}, "fp8"),
         ({"optimizer": "sgd"}, "Adam"),
         ({"use_precision_aware_optimizer": True}, "precision-aware"),

@@ -7,17 +7,17 @@ import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from torch import Tensor
 
-from malleus_megatron.adapter.reshape.shards import OwnerShards
+from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.plan.seats import Seat
 
 
 class OwnerSums:
     """Takes the place of Megatron's `finalize_model_grads` while a plan is in force."""
 
-    def __init__(self, seat: Seat, shards: OwnerShards) -> None:
-        """Hold the rank's seat and its shares."""
+    def __init__(self, seat: Seat, buckets: OwnerBuckets) -> None:
+        """Hold the rank's seat, and what sums its shares."""
         self._seat = seat
-        self._shards = shards
+        self._buckets = buckets
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class OwnerSums:
         """Finish the gradients of a step on every rank, also on standby."""
         # Timers, sequence parallelism inside the TP group; its data groups hold this rank alone.
         finalize_model_grads(model, None, pg_collection, force_all_reduce)
-        self._shards.reduce()
+        self._buckets.finish_sums()
         if num_tokens is not None:
             self._divide_by_tokens(num_tokens)
 
@@ -38,4 +38,4 @@ class OwnerSums:
         counts = self._seat.is_last and self._seat.tp_rank == 0
         total = num_tokens.clone() if counts else torch.zeros_like(num_tokens)
         dist.all_reduce(total)
-        self._shards.scale_gradients(1.0 / torch.clamp(total, min=1))
+        self._buckets.shards.scale_gradients(1.0 / torch.clamp(total, min=1))

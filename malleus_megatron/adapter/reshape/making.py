@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder
 from malleus_megatron.adapter.reshape.state import (
@@ -13,6 +14,7 @@ from malleus_megatron.adapter.reshape.state import (
     PARAMETER,
     RankState,
     gradients_of,
+    names_by_parameter,
     parameters_of,
     parts_of,
     state_of,
@@ -103,10 +105,12 @@ class StageMaker:
                 keeps_main=keeps_main,
             ),
         )
+        names = names_by_parameter(module, parts)
+        buckets = OwnerBuckets(shards, model[0], names)
         optimizer = together(
-            "building the optimizer", lambda: builder.optimizer(view, model, settings, shards)
+            "building the optimizer", lambda: builder.optimizer(view, model, settings, buckets)
         )
-        stage = RankStage(view=view, model=model, optimizer=optimizer, shards=shards)
+        stage = RankStage(view=view, model=model, optimizer=optimizer, buckets=buckets)
         state = together("listing the new state", lambda: with_optimizer_state(stage, parts, mine))
         kinds = (MAIN, *MOMENTS) if keeps_main else MOMENTS
         kept = shard_holdings(groups, kinds, _MASTER_BYTES, f"{PARAMETER}.")

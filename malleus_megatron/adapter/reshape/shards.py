@@ -5,7 +5,7 @@ classes update. Before the update each gets the sum of the owners' gradients, af
 all owners the new values.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,30 @@ class Share:
     pieces: tuple[Piece, ...]
     main: nn.Parameter
     """One axis, fp32: this rank's elements of the flat buffer. Its `main_grad` is their sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InFlight:
+    """A collective of one share that has been started."""
+
+    share: Share
+    work: dist.Work | None
+    """None where this rank is the only owner."""
+    finish: Callable[[], None]
+    held: Tensor
+    """What it reads."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `end` would wait for nobody."""
+        return self.work is None or self.work.is_completed()
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """Wait for it, and put the result where it belongs."""
+        if self.work is not None:
+            self.work.wait()
+        self.finish()
 
 
 class OwnerShards:
@@ -79,19 +103,25 @@ class OwnerShards:
             share.main.copy_(self._packed(share, self._parameters)[low:high])
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Sum the gradients of each slice over its owners; every rank gets its share of the sum."""
-        for share in self.shares:
-            buffer = self._packed(share, self._gradients, only_contributions=True)
-            mine = buffer
-            if share.process_group is not None:
-                mine = buffer.new_empty(share.group.share_size)
-                dist.reduce_scatter_tensor(mine, buffer, group=share.process_group)
+    def start_sum(self, share: Share) -> InFlight:
+        """Sum the gradients of a share's slices over their owners; it gets its part of the sum."""
+        buffer = self._packed(share, self._gradients, only_contributions=True)
+        mine, work = buffer, None
+        if share.process_group is not None:
+            mine = buffer.new_empty(share.group.share_size)
+            work = dist.reduce_scatter_tensor(
+                mine, buffer, group=share.process_group, async_op=True
+            )
+
+        def take() -> None:
             share.main.main_grad = mine[: share.main.numel()].float()  # type: ignore[attr-defined]
+
+        # The buffer is read until the sum is there.
+        return InFlight(share=share, work=work, finish=take, held=buffer)
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply what `reduce` has left."""
+        """Multiply the sums."""
         for share in self.shares:
             share.main.main_grad.mul_(factor)  # type: ignore[attr-defined]
 
@@ -117,18 +147,23 @@ class OwnerShards:
             share.main.main_grad = share.main.grad = None  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Give all owners the new values, in the parameters' own precision."""
-        for share in self.shares:
-            dtype = self._parameters[share.placements[0].holding.name].dtype
-            mine = share.main.new_zeros(share.group.share_size, dtype=dtype)
-            mine[: share.main.numel()].copy_(share.main)
-            whole = mine
-            if share.process_group is not None:
-                whole = mine.new_empty(share.group.padded_size)
-                dist.all_gather_into_tensor(whole, mine, group=share.process_group)
+    def start_gather(self, share: Share) -> InFlight:
+        """Give all owners a share's new values, in the parameters' own precision."""
+        dtype = self._parameters[share.placements[0].holding.name].dtype
+        mine = share.main.new_zeros(share.group.share_size, dtype=dtype)
+        mine[: share.main.numel()].copy_(share.main)
+        whole, work = mine, None
+        if share.process_group is not None:
+            whole = mine.new_empty(share.group.padded_size)
+            work = dist.all_gather_into_tensor(
+                whole, mine, group=share.process_group, async_op=True
+            )
+
+        def spread() -> None:
             for place, view in self._views(share, self._parameters):
                 view.copy_(whole[place.start : place.end].view(view.shape))
+
+        return InFlight(share=share, work=work, finish=spread, held=mine)
 
     def _share(self, group: ShardGroup, process_groups: Groups) -> Share:
         low, high = group.share(self._gpu)

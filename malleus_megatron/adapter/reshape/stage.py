@@ -16,6 +16,7 @@ from megatron.training import get_args, get_timers, training
 from megatron.training.initialize import _set_random_seed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.view import View
 
@@ -32,8 +33,13 @@ class RankStage:
     view: View
     model: list[Any]
     optimizer: Any
-    shards: OwnerShards | None = None
-    """What the optimizer updates under a plan; None: Megatron's own, under the nominal one."""
+    buckets: OwnerBuckets | None = None
+    """Sums and gathers what the optimizer updates under a plan; None under the nominal one."""
+
+    @property
+    def shards(self) -> OwnerShards | None:
+        """What the optimizer updates; None: Megatron's own way."""
+        return None if self.buckets is None else self.buckets.shards
 
     @property
     def module(self) -> Any:
@@ -116,9 +122,10 @@ class StageBuilder:
         view: View,
         model: list[Any],
         groups: Sequence[dict[str, Any]],
-        shards: OwnerShards,
+        buckets: OwnerBuckets,
     ) -> Any:
         """Megatron's optimizer over a rank's shares, in the place of whole parameters."""
+        shards = buckets.shards
         config, _ = _optimizer_config()
         config = replace(config, use_distributed_optimizer=False)
         config.timers = get_timers()  # no field: a copy lacks it
@@ -138,7 +145,7 @@ class StageBuilder:
 
         def update_and_gather() -> bool:
             done = update()
-            shards.gather()
+            buckets.gather()
             shards.drop_gradients()
             return bool(done)
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-from torch import Tensor
+from torch import Tensor, nn
 
 from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.stage import RankStage
@@ -140,6 +140,17 @@ def parameters_of(module: Any, parts: Parts, groups: Sequence[Mapping[str, Any]]
         group = number_of.get(id(parameter), 0)
         state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()), optimizer_group=group)
     return state
+
+
+def names_by_parameter(module: Any, parts: Parts) -> dict[nn.Parameter, list[str]]:
+    """The names of the holdings of each parameter."""
+    found = {}
+    for parameter in module.parameters():
+        state = RankState()
+        flat = parameter.detach().view(-1)
+        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
+        found[parameter] = [*state.tensors]
+    return found
 
 
 def gradients_of(module: Any, parts: Parts) -> dict[str, Tensor]:

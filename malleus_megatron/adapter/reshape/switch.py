@@ -10,9 +10,9 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
+from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.gradients import OwnerSums
 from malleus_megatron.adapter.reshape.making import Made, StageMaker
-from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder, reseed
 from malleus_megatron.adapter.reshape.state import (
     RankState,
@@ -68,7 +68,7 @@ class Switch:
         self._agreement = agreement
         self._groups = groups
         self._maker = StageMaker(builder, agreement, groups)
-        self._shards: OwnerShards | None = None
+        self._buckets: OwnerBuckets | None = None
         self._finalize: Callable[..., None] | None = None
         """Of gradients, as Megatron's loop has it under the nominal plan."""
         self._model, self._optimizer, self._scheduler = built
@@ -100,6 +100,16 @@ class Switch:
         for name, parameter in stage.module.named_parameters():
             if not parameter.requires_grad:
                 raise MigrationError(f"{name} is frozen; frozen parameters are not covered yet")
+
+    @torch.no_grad()
+    def complete_parameters(self) -> None:
+        """Let all parameters have their values of now: with overlap, gathers may be under way.
+
+        All ranks together: Megatron's own stages gather here what they would before a layer.
+        """
+        for chunk in self._model:
+            if chunk.use_forward_hook:
+                chunk.start_param_sync(force_sync=True)
 
     def to_nominal(self, iteration: int) -> Migration:
         """Go back to the stages that Megatron's own flags describe.
@@ -144,6 +154,7 @@ class Switch:
         if plan is not None:
             stages = [stage.gpus for pipe in plan.pipelines for stage in pipe.stages]
             self._groups.make(gpus for gpus in stages if len(gpus) > 1)
+        together("completing the parameters", self.complete_parameters)
         view = together("finding the rank's place", see)
         old = together("listing the old state", lambda: state_of(self._stage(), config))
         held = self._maker.all_holdings(old) if self._held is None else self._held
@@ -185,16 +196,17 @@ class Switch:
         if self.is_nominal:
             self._finalize = config.finalize_model_grads_func
         config.finalize_model_grads_func = self._finalize
-        if view.seat is not None and stage.shards is not None:
-            config.finalize_model_grads_func = OwnerSums(view.seat, stage.shards)
+        if view.seat is not None and stage.buckets is not None:
+            config.finalize_model_grads_func = OwnerSums(view.seat, stage.buckets)
         old = list(self._model)
+        _take_over_hooks(old, stage.model, config)
         self._model[:] = stage.model
         for chunk in old:
             # Megatron's loop keeps a name for the last chunk that it was given: an empty shell.
             chunk.__dict__.clear()
         self._optimizer.__dict__.clear()
         self._optimizer.__dict__.update(stage.optimizer.__dict__)
-        self._shards = stage.shards
+        self._buckets = stage.buckets
         # The scheduler holds the optimizer: it writes learning rate and decay into its new groups.
         self._scheduler.step(increment=0)
         self._held = move.made.needed
@@ -203,7 +215,10 @@ class Switch:
 
     def _stage(self) -> RankStage:
         return RankStage(
-            view=self.view, model=list(self._model), optimizer=self._optimizer, shards=self._shards
+            view=self.view,
+            model=list(self._model),
+            optimizer=self._optimizer,
+            buckets=self._buckets,
         )
 
     def _report(self, move: "_Move", carried: Carried, started: float) -> Migration:
@@ -230,6 +245,21 @@ class _Move:
     transfers: TransferPlan
     rounds: tuple[Round, ...]
     steps: PlanSteps | None
+
+
+def _take_over_hooks(old: Sequence[Any], new: Sequence[Any], config: Any) -> None:
+    """What Megatron's loop has set up on its model chunks for overlap holds for the new ones."""
+    for before, after in zip(old, new, strict=True):
+        if after.use_forward_hook and not before.remove_forward_pre_hook_handles:
+            # The loop leaves them out until its first step is done.
+            after.disable_forward_pre_hook(param_sync=False)
+    (chunk,) = new
+    if config.no_sync_func is not None:
+        config.no_sync_func = chunk.no_sync
+    if config.grad_sync_func is not None:
+        config.grad_sync_func = chunk.start_grad_sync
+    if config.param_sync_func is not None:
+        config.param_sync_func = chunk.start_param_sync
 
 
 def _free() -> None:
