@@ -22,6 +22,7 @@ GROUPED = "--group-query-attention --num-query-groups 2"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BF16 = "--bf16 --use-distributed-optimizer"
 CLIPPED = "--clip-grad 0.3"
+DECOUPLED = "--decoupled-lr 3e-3 --decoupled-min-lr 1e-4 --weight-decay 0.1 --lr-warmup-iters 2"
 SUMS_OVERLAPPED = "--overlap-grad-reduce"
 ALL_OVERLAPPED = f"{SUMS_OVERLAPPED} --overlap-param-gather"
 SMOOTH = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --lr 1e-4"
@@ -52,9 +53,9 @@ RECIPES = (
         flags=f"{LLAMA} {CLIPPED}",
     ),
     Recipe(
-        name="llama, untied, grouped queries, TP2 x DP2",
+        name="llama, untied, grouped queries, decoupled rates, TP2 x DP2",
         grid=Grid(pipelines=2, tp=2, num_layers=6, num_microbatches=10),
-        flags=f"{LLAMA} {UNTIED} {GROUPED}",
+        flags=f"{LLAMA} {UNTIED} {GROUPED} {DECOUPLED}",
         degrees=(1, 2),
     ),
     Recipe(
@@ -106,9 +107,9 @@ BF16_RECIPES = (
         relative=2e-4,
     ),
     Recipe(
-        name="llama, bf16, distributed optimizer, untied, TP2 x PP2",
+        name="llama, bf16, distributed optimizer, gradients summed in bf16, untied, TP2 x PP2",
         grid=Grid(pipelines=1, stages=2, tp=2, num_layers=6, num_microbatches=16),
-        flags=f"{LLAMA} {UNTIED} {BF16} {SMOOTH}",
+        flags=f"{LLAMA} {UNTIED} {BF16} {SMOOTH} --grad-reduce-in-bf16",
         relative=2e-4,
     ),
 )
