@@ -1,6 +1,6 @@
 """A 64-bit hash of tensors' bits, taken where the tensors are: the same on CPU and GPU.
 
-A chunk of up to 2**20 words w_i (16 or 32 bits, as integers) has the sum of w_i * c_i modulo 2**64,
+A chunk of up to 2**20 words w_i (8, 16 or 32 bits, as integers) has the sum of w_i * c_i modulo 2**64,
 with fixed pseudo-random odd weights c_i. The sums s_k of a tensor's chunks become the sum of
 mix(s_k + (k + 1) * g), where mix is a bijection.
 
@@ -25,7 +25,8 @@ from torch import Tensor
 
 CHUNK_WORDS = 2**20
 """Weights and products take 16 MiB, a copy of a chunk of a tensor with gaps 4 MiB more."""
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Word of an element of so many bytes; one of eight bytes has two."""
 
@@ -81,7 +82,7 @@ def _chunks(tensor: Tensor, max_elements: int) -> Iterator[Tensor]:
 def _weights() -> NDArray[np.int64]:
     """Odd 64-bit numbers, one for each word of a chunk."""
     numbers = np.arange(1, CHUNK_WORDS + 1, dtype=np.uint64) * _GOLDEN
-    return (_mix(numbers) | 1).view(np.int64)
+    return (_mix(numbers) | np.uint64(1)).view(np.int64)
 
 
 def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -89,6 +90,6 @@ def _mix(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
     Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
-    numbers = (numbers ^ (numbers >> 30)) * 0xBF58476D1CE4E5B9
-    numbers = (numbers ^ (numbers >> 27)) * 0x94D049BB133111EB
-    return numbers ^ (numbers >> 31)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * _FACTORS[0]
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * _FACTORS[1]
+    return numbers ^ (numbers >> np.uint64(31))

@@ -109,30 +109,34 @@ def test_under_the_nominal_plan_flips_are_repaired_from_the_majority(tmp_path: P
 
 
 def test_a_difference_that_stays_is_told_once(tmp_path: Path) -> None:
-    """Without the distributed optimizer nothing overwrites a copy; two owners have no majority."""
-    line = words(TP2_DP2, GPT2, 8)
-    outcomes = run(tmp_path, line, flips=[(3, 2, "parameter", "linear_proj.weight")])
+    """At level rebalance, of two owners: without the distributed optimizer nothing mends a copy."""
+    flags = f"{GPT2} --overlap-grad-reduce"
+    flips = [(3, 2, "parameter", "linear_proj.weight")]
+    outcomes = run(tmp_path, words(TP2_DP2, flags, 8), flips=flips)
+    assert [event["level"] for event in events(tmp_path, "level")] == ["rebalance"]
     (found,) = events(tmp_path, "replica")
     assert (found["iteration"], found["gpu"], found["good_gpu"]) == (4, 2, 0)
     assert found["parameter"] == "decoder.layers.0.self_attention.linear_proj.weight"
     assert (found["is_certain"], found["action"]) == (False, "warn")
-    said = "iteration 4: GPU 2 differs from GPU 0, which may be the wrong one"
+    said = "warning: iteration 4: GPU 2 differs from GPU 0, which may be the wrong one"
     assert outcomes[0].output.count(said) == 1
-    reference = stock(tmp_path, TP2_DP2, GPT2, 8)
-    with pytest.raises(AssertionError, match="iteration 3"):
-        assert_same_training(tmp_path / "ours.jsonl", reference, relative=1e-6)
+    assert outcomes[0].output.count("differs from") == 1
 
 
-@pytest.mark.parametrize("flags", [f"{LLAMA} {GROUPED}", f"{LLAMA} {BF16} --lr 1e-4"])
-def test_under_a_plan_flips_are_repaired_before_a_step_uses_them(
-    flags: str, tmp_path: Path
-) -> None:
+def test_under_a_plan_flips_are_repaired_before_a_step_uses_them(tmp_path: Path) -> None:
+    flags = f"{LLAMA} {GROUPED}"
     flips = [
         (3, 1, "parameter", "linear_fc2.weight"),
         (4, 0, "parameter", "word_embeddings.weight"),
     ]
-    line = words(TP2_DP2, flags, 6)
-    run(tmp_path, line, flips=flips, policy="repair", every=1, plans_at={2: MIXED})
+    run(
+        tmp_path,
+        words(TP2_DP2, flags, 6),
+        flips=flips,
+        policy="repair",
+        every=1,
+        plans_at={2: MIXED},
+    )
     found = events(tmp_path, "replica")
     named = [(event["iteration"], event["gpu"], event["parameter"]) for event in found]
     assert named == [
@@ -143,8 +147,7 @@ def test_under_a_plan_flips_are_repaired_before_a_step_uses_them(
     assert [event["good_gpu"] for event in found] == [2, 2]
     assert events(tmp_path, "warning") == []
     reference = stock(tmp_path, TP2_DP2, flags, 6)
-    relative = 2e-3 if "bf16" in flags else 1e-6
-    assert_same_training(tmp_path / "ours.jsonl", reference, relative=relative)
+    assert_same_training(tmp_path / "ours.jsonl", reference, relative=1e-6)
 
 
 def test_told_to_stop_all_ranks_end_with_the_reason(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_told_to_stop_all_ranks_end_with_the_reason(tmp_path: Path) -> None:
         expect_exit=2,
     )
     (line,) = [one for one in outcomes[0].output.splitlines() if "Training has stopped" in one]
-    assert line.startswith("malleus: Before iteration 4: GPU 2 differs from GPU 1")
+    assert line.startswith("malleus: Before iteration 4: GPU 1 differs from GPU 2")
     assert "linear_qkv.weight" in line
     assert "last checkpoint" in line
     assert [event["action"] for event in events(tmp_path, "replica")] == ["stop"]
@@ -165,18 +168,9 @@ def test_told_to_stop_all_ranks_end_with_the_reason(tmp_path: Path) -> None:
 
 
 HEALTHY = {
-    "tied, sequence parallel, from plan to plan": (
-        TP2_DP2,
-        f"{LLAMA} --sequence-parallel",
-        {2: MIXED},
-    ),
-    "bf16, own optimizer": (TP2_DP2, f"{GPT2} {BF16}", {3: MIXED}),
+    "tied, sequence parallel": (TP2_DP2, f"{LLAMA} --sequence-parallel", {2: MIXED}),
+    "bf16, distributed optimizer": (TP2_DP2, f"{GPT2} {BF16}", {3: MIXED}),
     "bf16, stages": (Grid(pipelines=2, stages=2), f"{LLAMA} --bf16", {}),
-    "overlapped gather": (
-        Grid(pipelines=2, stages=2),
-        f"{GPT2} {BF16} --overlap-grad-reduce --overlap-param-gather",
-        {},
-    ),
 }
 
 
@@ -184,8 +178,16 @@ HEALTHY = {
 def test_a_healthy_job_gives_no_alarm(name: str, tmp_path: Path) -> None:
     grid, flags, plans_at = HEALTHY[name]
     run(tmp_path, words(grid, flags, 5), every=1, plans_at=plans_at)
+    assert len(events(tmp_path, "iteration")) == 5
+    assert events(tmp_path, "replica") == []
+    assert events(tmp_path, "warning") == []
+
+
+def test_a_gather_that_waits_for_the_next_forward_pass_is_done_before(tmp_path: Path) -> None:
+    grid = Grid(pipelines=2, stages=2)
+    flags = f"{GPT2} {BF16} --overlap-grad-reduce --overlap-param-gather"
+    run(tmp_path, words(grid, flags, 5), every=1)
     assert events(tmp_path, "replica") == []
     assert events(tmp_path, "warning") == []
     reference = stock(tmp_path, grid, flags, 5)
-    relative = 0.0 if not plans_at else 2e-3 if "bf16" in flags else 1e-6
-    assert_same_training(tmp_path / "ours.jsonl", reference, relative=relative)
+    assert_same_training(tmp_path / "ours.jsonl", reference, relative=0)
