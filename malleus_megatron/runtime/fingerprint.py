@@ -1,7 +1,7 @@
 """A 64-bit hash of tensors' bits, taken where the tensors are: the same on CPU and GPU.
 
-A chunk of up to 2**20 words w_i (8, 16 or 32 bits, as integers) has the sum of w_i * c_i modulo 2**64,
-with fixed pseudo-random odd weights c_i. The sums s_k of a tensor's chunks become the sum of
+A chunk of up to 2**20 words w_i (8, 16 or 32 bits, as integers) has the sum of w_i * c_i modulo
+2**64, with fixed pseudo-random odd weights c_i. The sums s_k of a tensor's chunks become the sum of
 mix(s_k + (k + 1) * g), where mix is a bijection.
 
 *What always shows.* A change inside one word moves its chunk's sum by d * c_i with 0 < |d| < 2**32

@@ -1,9 +1,9 @@
 """A job in which bits of memory flip: $FLIPS says when, on which rank, in what.
 
-Each flip is [iteration, rank, state, parameter]: before that iteration the second bit of the
-exponent of the third element is turned over (four times the value, or a quarter) in the rank's
-first tensor of this state ("parameter", "exp_avg", ...) whose
-name ends so.
+Each flip is [iteration, rank, state, parameter, times]: before that iteration's check the second
+bit of the exponent of the third element is turned over (four times the value, or a quarter) in the
+rank's first tensor of this state ("parameter", "exp_avg", ...) whose name ends so. The second time
+is after a repair. From the iteration and on the rank of $FAILS on a check cannot read its tensors.
 """
 
 import json
@@ -30,23 +30,51 @@ def flip(check: ReplicaCheck, state: str, parameter: str) -> None:
     tensors[name].view(torch.uint8)[ELEMENT * size + size - 1] ^= 1
 
 
-def flipping(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the check, so that a plan of the same boundary is in place already."""
-    flips = json.loads(os.environ["FLIPS"])
+class Damage:
+    """Does what the environment asks for."""
 
-    def before_iteration(check: ReplicaCheck, iteration: int, plan: Any) -> None:
-        for at, rank, state, parameter in flips:
-            if (at, rank) == (iteration, check._agreement.rank):
+    def __init__(self) -> None:
+        self._flips = json.loads(os.environ["FLIPS"])
+        self._fails = json.loads(os.environ["FAILS"])
+        self._iteration = 0
+
+    def before_iteration(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Damage what the check looks at, once a plan of the same boundary is in place."""
+
+        def before_iteration(check: ReplicaCheck, iteration: int, plan: Any) -> None:
+            self._iteration = iteration
+            self._flip(check, time=1)
+            original(check, iteration, plan)
+
+        return before_iteration
+
+    def repair(self, original: Callable[..., None]) -> Callable[..., None]:
+        def repair(check: ReplicaCheck, *args: Any) -> None:
+            original(check, *args)
+            self._flip(check, time=2)
+
+        return repair
+
+    def state(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def state(check: ReplicaCheck) -> Any:
+            at, rank = self._fails
+            if self._iteration >= at and check._agreement.rank == rank:
+                raise RuntimeError("it fails here")
+            return original(check)
+
+        return state
+
+    def _flip(self, check: ReplicaCheck, *, time: int) -> None:
+        for at, rank, state, parameter, times in self._flips:
+            if (at, rank) == (self._iteration, check._agreement.rank) and time <= times:
                 flip(check, state, parameter)
-        original(check, iteration, plan)
-
-    return before_iteration
 
 
 def main() -> None:
-    ReplicaCheck.before_iteration = flipping(  # type: ignore[method-assign]
-        ReplicaCheck.before_iteration
-    )
+    damage = Damage()
+    for name in ("before_iteration", "_repair", "_state"):
+        replacement = getattr(damage, name.removeprefix("_"))
+        setattr(ReplicaCheck, name, replacement(getattr(ReplicaCheck, name)))
     pretrain_gpt.main()
 
 
