@@ -26,6 +26,17 @@ def _setting(
     )
 
 
+def _whole_number(text: str) -> int:
+    """A number from 0.
+
+    Raises:
+        BadInputError: anything else.
+    """
+    if not str(text).isdecimal():
+        raise BadInputError(f"{text!r} is no whole number from 0.")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalleusConfig:
     """Every field but `enabled` is the flag `--malleus-<field>`."""
@@ -56,6 +67,17 @@ class MalleusConfig:
     )
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
+    )
+    check_replicas: int = _setting(
+        "every N iterations GPUs that must hold the same parameters compare them; 0: never",
+        100,
+        convert=_whole_number,
+        metavar="N",
+    )
+    on_bad_replica: str = _setting(
+        "what follows if they differ; repair takes the copy that most of them have",
+        "warn",
+        choices=("warn", "repair", "stop"),
     )
     record: Path | None = _setting(
         "write loss and gradient norm of every iteration, in full precision; "
@@ -125,7 +147,10 @@ def flag_names() -> list[str]:
 
 
 def _converted(setting: Field[Any], text: str | None) -> Any:
-    return None if text is None else setting.metadata["convert"](text)
+    try:
+        return None if text is None else setting.metadata["convert"](text)
+    except BadInputError as error:
+        raise BadInputError(f"{_flag(setting.name)}: {error}") from error
 
 
 def _flag(name: str) -> str:

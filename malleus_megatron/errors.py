@@ -34,5 +34,9 @@ class MigrationError(MalleusError):
     """State cannot be moved to its next owners. The job stays on the plan that it has."""
 
 
+class ReplicaError(MalleusError):
+    """GPUs that must hold the same parameters do not, and the job was told to stop then."""
+
+
 class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""

@@ -17,6 +17,7 @@ from malleus_megatron.adapter.data import Batches
 from malleus_megatron.adapter.inputs import Inputs
 from malleus_megatron.adapter.layers import layers_of
 from malleus_megatron.adapter.plan_changes import PlanChanges
+from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
@@ -57,6 +58,7 @@ class Job:
         changes: PlanChanges,
         inputs: Inputs,
         clock: LayerClock,
+        replicas: ReplicaCheck | None,
     ) -> None:
         """Take the parts; nothing is called yet.
 
@@ -66,6 +68,7 @@ class Job:
             changes: Knows the plan in force and how to change it.
             inputs: What the user's files say.
             clock: Times this rank's layers.
+            replicas: Compares the owners of each parameter; None: nobody does.
         """
         self.clock = clock
         self.batches: Batches | None = None
@@ -78,6 +81,7 @@ class Job:
         self._reporter = changes.reporter
         self._switch = changes.switch
         self._inputs = inputs
+        self._replicas = replicas
         self._iteration: int | None = None
         self._counts: tuple[int, ...] = self._current.plan.microbatch_counts
         self._losses: Any = None
@@ -124,6 +128,8 @@ class Job:
         if scripted is not None:
             self._changes.take_scripted(scripted, iteration)
         self._changes.settle(iteration)
+        if self._replicas is not None:
+            self._replicas.before_iteration(iteration, self._current.plan)
         pipelines = len(self._current.nominal.pipelines)
         self._counts = self._current.counts(get_num_microbatches() * pipelines)
         self.clock.start_iteration(iteration)
@@ -207,8 +213,10 @@ class Job:
             self._reporter.close()
 
     def _after_move(self) -> None:
-        """Time the layers of the stage that is in place now."""
+        """Time the layers of the stage that is in place now; other GPUs own its parameters."""
         assert self._switch is not None
+        if self._replicas is not None:
+            self._replicas.forget_owners()
         seat = self._switch.view.seat
         layers = layers_of(self._switch.model)
         self.clock.attach(layers, tp_degree=self._nominal_tp if seat is None else seat.tp_degree)

@@ -9,6 +9,7 @@ from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.events import EventLog
 from malleus_megatron.migration.outcome import Migration
+from malleus_megatron.migration.replicas import Difference
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
@@ -150,6 +151,27 @@ class Reporter:
             f"iteration {iteration}: moved {total / 2**20:.1f} MiB in {migration.seconds:.2f} s"
         )
         self.describe(current)
+
+    def replicas(self, found: Sequence[Difference], action: str, iteration: int) -> None:
+        """Write down which GPUs differ from the other owners of what they hold."""
+        for difference in found:
+            for gpu in difference.gpus:
+                self._events.write(
+                    "replica",
+                    iteration,
+                    gpu=gpu,
+                    parameter=difference.parameter,
+                    state=difference.state,
+                    offset=list(difference.slice.box.offset),
+                    shape=list(difference.slice.box.shape),
+                    good_gpu=difference.good_gpu,
+                    is_certain=difference.is_certain,
+                    action=action,
+                )
+
+    def note(self, line: str) -> None:
+        """Say something that is no event, or whose events are written."""
+        self._say(line)
 
     def close(self) -> None:
         """Stop the sidecar and close the log."""

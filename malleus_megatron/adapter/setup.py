@@ -20,8 +20,10 @@ from malleus_megatron.adapter.levels import (
     without_reshape,
 )
 from malleus_megatron.adapter.plan_changes import PlanChanges
+from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
+from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.values import Freedom, JobDescription
@@ -123,6 +125,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         error = met
     setup.agreement.raise_together(error)
     assert clock is not None
+    switch = None if ground is None else ground.switch
     return Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
@@ -130,11 +133,30 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             agreement=setup.agreement,
             current=current,
             reporter=reporter,
-            switch=None if ground is None else ground.switch,
+            switch=switch,
             pace=setup.inputs.pace,
         ),
         inputs=setup.inputs,
         clock=clock,
+        replicas=_replica_check(setup, built, switch, reporter),
+    )
+
+
+def _replica_check(
+    setup: JobSetup,
+    built: tuple[list[Any], Any, Any],
+    switch: Switch | None,
+    reporter: Reporter | None,
+) -> ReplicaCheck | None:
+    """None where it is off: as asked, or in a recipe whose owners may not be known."""
+    if not setup.config.check_replicas:
+        return None
+    if setup.decision.level < Level.rebalance:
+        if reporter is not None:
+            reporter.note("replicas are not compared at level observe")
+        return None
+    return ReplicaCheck(
+        setup.config, agreement=setup.agreement, built=built, switch=switch, reporter=reporter
     )
 
 

@@ -22,6 +22,8 @@ FLAGS = [
     "--malleus-require",
     "--malleus-device",
     "--malleus-sidecar",
+    "--malleus-check-replicas",
+    "--malleus-on-bad-replica",
     "--malleus-record",
 ]
 

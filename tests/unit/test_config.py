@@ -17,6 +17,7 @@ def test_without_flags_the_plugin_is_off() -> None:
     assert config == MalleusConfig()
     assert not config.enabled
     assert (config.device, config.sidecar) == ("auto", "auto")
+    assert (config.check_replicas, config.on_bad_replica) == (100, "warn")
     assert rest == []
 
 
@@ -25,6 +26,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--num-layers 4 --malleus --malleus-plan a.json --lr 1e-3 --malleus-plan-schedule=s.json "
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
+        "--malleus-check-replicas 20 --malleus-on-bad-replica repair "
         "--malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
@@ -39,6 +41,8 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         require=Level.rebalance,
         device="cpu",
         sidecar="http://127.0.0.1:80",
+        check_replicas=20,
+        on_bad_replica="repair",
         record=Path("losses.jsonl"),
     )
 
@@ -67,6 +71,16 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
         ("--malleus --malleus-plan", "--malleus-plan: expected one argument"),
         ("--malleus --malleus-require much", "--malleus-require: invalid choice: 'much'"),
         ("--malleus --malleus-device tpu", "--malleus-device: invalid choice: 'tpu'"),
+        (
+            "--malleus --malleus-check-replicas often",
+            "--malleus-check-replicas: 'often' is no whole number from 0",
+        ),
+        ("--malleus --malleus-check-replicas=-1", "'-1' is no whole number from 0"),
+        ("--malleus --malleus-check-replicas=1.5", "'1.5' is no whole number from 0"),
+        (
+            "--malleus --malleus-on-bad-replica mend",
+            "--malleus-on-bad-replica: invalid choice: 'mend'",
+        ),
         ("--malleus=yes", "--malleus: ignored explicit argument 'yes'"),
     ],
 )
@@ -87,6 +101,8 @@ def test_a_wrong_flag_is_refused_by_name(line: str, said: str) -> None:
         ("--malleus-log-dir", "out"),
         ("--malleus-require", "observe"),
         ("--malleus-sidecar", "none"),
+        ("--malleus-check-replicas", "0"),
+        ("--malleus-on-bad-replica", "stop"),
     ],
 )
 def test_what_would_be_ignored_without_malleus_is_refused(flag: str, value: str) -> None:
@@ -113,7 +129,12 @@ def test_another_parser_learns_all_flags_and_keeps_their_values_as_text() -> Non
 
 
 def _example_value(flag: str) -> str:
-    return {"--malleus-require": "observe", "--malleus-device": "cpu"}.get(flag, "x")
+    examples = {
+        "--malleus-require": "observe",
+        "--malleus-device": "cpu",
+        "--malleus-on-bad-replica": "stop",
+    }
+    return examples.get(flag, "x")
 
 
 def test_every_field_is_a_flag_with_a_help_text() -> None:
