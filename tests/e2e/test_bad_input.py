@@ -48,7 +48,7 @@ def query_groups_that_do_not_divide(folder: Path) -> list[str]:
 
 def moved_layers_at_a_lower_level(folder: Path) -> list[str]:
     plan = Grid(pipelines=1, stages=2).plan((8,))
-    return [*plan_file(folder, plan), "--overlap-grad-reduce"]
+    return [*plan_file(folder, plan), "--log-params-norm"]
 
 
 def other_batch(folder: Path) -> list[str]:
@@ -88,7 +88,7 @@ def plan_without_a_pace(folder: Path) -> list[str]:
 
 
 def level_out_of_reach(folder: Path) -> list[str]:
-    return ["--malleus-require", "reshape", "--overlap-grad-reduce"]
+    return ["--malleus-require", "reshape", "--log-params-norm"]
 
 
 def odd_sidecar(folder: Path) -> list[str]:

@@ -94,7 +94,7 @@ DENSE = {
         + "--num-layers 2 --manual-gc --manual-gc-interval 2 --seed 42",
     ),
 }
-HELD_BACK = ("--overlap-grad-reduce", "--log-params-norm")
+HELD_BACK = ("--log-params-norm",)
 """With these a recipe can be rebalanced only."""
 MOE = (
     LLAMA + "--num-layers 2 --num-experts 4 --expert-model-parallel-size 2 --moe-router-topk 2 "
@@ -110,9 +110,9 @@ LOWER = {
     ),
     "experts, allgather": (2, MOE + "--moe-token-dispatcher-type allgather", "experts"),
     "experts, alltoall": (2, MOE + "--moe-token-dispatcher-type alltoall", "experts"),
-    "one pipeline, overlapped": (
+    "one pipeline, a diagnostic": (
         2,
-        GPT3 + "--num-layers 2 --tensor-model-parallel-size 2 --overlap-grad-reduce",
+        GPT3 + "--num-layers 2 --tensor-model-parallel-size 2 --log-params-norm",
         "one pipeline",
     ),
 }

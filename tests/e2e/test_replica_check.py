@@ -118,7 +118,7 @@ def test_a_difference_that_stays_is_told_once(tmp_path: Path) -> None:
 
     A check that fails on one rank is the last one on all of them, and the job goes on.
     """
-    flags = f"{GPT2} --overlap-grad-reduce"
+    flags = f"{GPT2} --log-params-norm"
     flips = [(3, 2, "parameter", "linear_proj.weight", 1)]
     outcomes = run(tmp_path, words(TP2_DP2, flags, 10), flips=flips, fails=(8, 3))
     assert [event["level"] for event in events(tmp_path, "level")] == ["rebalance"]
