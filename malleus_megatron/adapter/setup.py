@@ -22,6 +22,7 @@ from malleus_megatron.adapter.levels import (
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
+from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.values import Freedom, JobDescription
@@ -123,6 +124,10 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         error = met
     setup.agreement.raise_together(error)
     assert clock is not None
+    inputs = setup.inputs
+    if inputs.start_plan is None:
+        resumed = plan_to_resume(setup.agreement, current, inputs.pace)
+        inputs = replace(inputs, resumed_plan=resumed)
     return Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
@@ -133,7 +138,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             switch=None if ground is None else ground.switch,
             pace=setup.inputs.pace,
         ),
-        inputs=setup.inputs,
+        inputs=inputs,
         clock=clock,
     )
 
