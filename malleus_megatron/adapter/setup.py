@@ -125,7 +125,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     setup.agreement.raise_together(error)
     assert clock is not None
     inputs = setup.inputs
-    if inputs.start_plan is None:
+    if inputs.plan_at(get_args().iteration + 1, first=True) is None:
         resumed = plan_to_resume(setup.agreement, current, inputs.pace)
         inputs = replace(inputs, resumed_plan=resumed)
     return Job(
