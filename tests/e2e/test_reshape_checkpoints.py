@@ -89,13 +89,14 @@ CASES = {
         saving=IN_BACKGROUND,
         writer="slow",
         relative=2e-4,
-        loads=((4, PP4), (5, TP2_PP2)),
+        # Written while the next step changes tensors in place (2), and while a plan changes (4).
+        loads=((2, PP4), (4, PP4), (5, TP2_PP2)),
     ),
     "bf16, distributed optimizer": Case(
         model=f"{LLAMA} {SMOOTH} {CLIPPED} {BF16} {RESHARDABLE}",
         nominal=TP2_DP2,
         relative=2e-4,
-        loads=((2, PP4), (4, TP1)),
+        loads=((4, TP1),),
     ),
 }
 """Every plan is loaded under every grid by one of them."""
