@@ -19,9 +19,6 @@ from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.runtime.agreement import Agreement
 
-NON_PERSISTENT = "non_persistent"
-"""Megatron's folder, inside of the checkpoints', for those that it replaces by the next one."""
-
 
 class Saves:
     """Lets Megatron save whatever plan is in force, in training and after it."""
@@ -48,12 +45,11 @@ class Saves:
             rest: Megatron's other arguments: operations so far, and its context for saves.
             kwargs: The same.
         """
-        persistent = not kwargs.get("non_persistent_ckpt")
-        folder = _folder(iteration, persistent=persistent)
+        folder = _saved_folder(iteration, persistent=not kwargs.get("non_persistent_ckpt"))
         switch = self._changes.switch
         reshaped = switch is not None and not switch.is_nominal
         if reshaped and (folder is None or not saves_any_stages()):
-            if not self._changes.to_nominal_stages(iteration):
+            if not self._changes.to_nominal_stages(iteration + 1):
                 return
             reshaped = False
         if switch is not None and reshaped:
@@ -120,19 +116,25 @@ def _loaded_plan() -> Plan | None:
     args = get_args()
     if not args.iteration or args.load is None:
         return None
-    roots = [args.load, args.non_persistent_global_ckpt_dir or Path(args.load) / NON_PERSISTENT]
-    folders = [
-        Path(get_checkpoint_name(root, args.iteration, return_base_dir=True)) for root in roots
-    ]
+    roots = (args.load, _replaced_root(args.load))
+    folders = [_folder(root, args.iteration) for root in roots]
     return next((plan for folder in folders if (plan := kept_plan(folder))), None)
 
 
-def _folder(iteration: int, *, persistent: bool) -> Path | None:
+def _saved_folder(iteration: int, *, persistent: bool) -> Path | None:
     """Where Megatron's save of an iteration goes; None: into each rank's own files."""
     args = get_args()
-    root = args.save
-    if not persistent and args.non_persistent_ckpt_type == "local":
+    if persistent:
+        return _folder(args.save, iteration)
+    if args.non_persistent_ckpt_type == "local":
         return None
-    if not persistent:
-        root = args.non_persistent_global_ckpt_dir or Path(args.save) / NON_PERSISTENT
+    return _folder(_replaced_root(args.save), iteration)
+
+
+def _replaced_root(root: str) -> str:
+    """Where checkpoints lie of which Megatron keeps the last one alone."""
+    return str(get_args().non_persistent_global_ckpt_dir or Path(root) / "non_persistent")
+
+
+def _folder(root: str, iteration: int) -> Path:
     return Path(get_checkpoint_name(root, iteration, return_base_dir=True))

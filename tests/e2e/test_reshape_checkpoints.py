@@ -125,11 +125,11 @@ def save_under_plans(case: Case, folder: Path, iterations: int = 5) -> list[Rank
     return run_script(
         4,
         [
-            *(SCRIPT, *words_of(case, grid), *grid.flags, *case.saving.split(), *SAVING),
-            *("--train-iters", str(iterations), "--save", folder / "checkpoints"),
-            *("--malleus-record", folder / "ours.jsonl"),
+            *(str(SCRIPT), *words_of(case, grid), *grid.flags, *case.saving.split(), *SAVING),
+            *("--train-iters", str(iterations), "--save", str(folder / "checkpoints")),
+            *("--malleus-record", str(folder / "ours.jsonl")),
             *under("--malleus-plan-schedule", write_json(folder / "schedule.json", schedule)),
-            *("--malleus-log-dir", folder),
+            *("--malleus-log-dir", str(folder)),
         ],
         env={"WRITER": case.writer or "plain"},
         expect_exit=None if case.writer.startswith("dies") else 0,
@@ -144,7 +144,7 @@ def stock_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def folder_of(name: str) -> Path:
         folder, case = tmp_path_factory.mktemp("stock"), CASES[name]
         words = words_of(case, case.nominal)
-        saving = ("--save", folder, "--save-interval", "5", *case.stock.split())
+        saving = ("--save", str(folder), "--save-interval", "5", *case.stock.split())
         train(case.nominal, folder / "stock.jsonl", *saving, recipe=words, iterations=LAST)
         return folder
 
@@ -152,10 +152,10 @@ def stock_runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 
 def go_on(
-    case: Case, grid: Grid, record: Path, checkpoints: Path, step: int, *flags: str
+    case: Case, grid: Grid, record: Path, checkpoints: Path, step: int, *flags: str | Path
 ) -> list[RankOutcome]:
     """Two iterations from a checkpoint."""
-    loading = ("--load", checkpoints, "--ckpt-step", str(step))
+    loading = ("--load", str(checkpoints), "--ckpt-step", str(step))
     return train(grid, record, *loading, *flags, recipe=words_of(case, grid), iterations=step + 2)
 
 
@@ -216,7 +216,7 @@ def described(folders: tuple[str, str]) -> dict[str, str]:
     """What is in a rank's checkpoint: keys and shapes, what is common to ranks, random streams."""
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     folder = folders[dist.get_rank()]
     found = {
