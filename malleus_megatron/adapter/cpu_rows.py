@@ -89,6 +89,14 @@ def _compile_helpers(original: Callable[[], None]) -> Callable[[], None]:
     return compile_helpers
 
 
+def _async_calls_queue(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, persistent: bool = False) -> None:
+        original(self, persistent=False)
+
+    return init
+
+
 def _write_results_queue(_: Any) -> Callable[..., Any]:
     """The queue by which a checkpoint's writers answer, held by a fork of this process."""
 
@@ -173,5 +181,18 @@ ROWS: tuple[Replacement, ...] = (
         reason="the stock queue lives in a fresh process, which imports torch for seconds; a fork "
         "has it already, and there is no CUDA context that a fork would break",
         signature="(mp_mode=)",
+    ),
+    Replacement(
+        target=f"{_TRAINING}.initialize.init_persistent_async_worker",
+        make=lambda _: lambda rank, mp_mode="spawn": None,
+        reason="the fresh process would look for a GPU",
+        signature="(rank, mp_mode=)",
+    ),
+    Replacement(
+        target="megatron.core.dist_checkpointing.strategies.async_utils.AsyncCallsQueue.__init__",
+        make=_async_calls_queue,
+        reason="the lasting worker shares the CPU's tensors, which training goes on to change; a "
+        "fork for each save has them as they were",
+        signature="(self, persistent=)",
     ),
 )

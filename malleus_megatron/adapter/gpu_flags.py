@@ -237,8 +237,6 @@ LEFT_OUT: tuple[LeftOut, ...] = (
     LeftOut(
         flag="--use-precision-aware-optimizer", arity="none", instead="the same states in fp32"
     ),
-    # Its fresh process looks for a GPU; without it a fork writes each checkpoint.
-    LeftOut(flag="--use-persistent-ckpt-worker", arity="none", instead="a process for each save"),
     # Measuring GPUs.
     LeftOut(flag="--profile", arity="none", unless="--use-pytorch-profiler"),
     LeftOut(flag="--record-memory-history", arity="none"),

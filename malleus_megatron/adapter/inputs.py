@@ -21,6 +21,8 @@ class Inputs:
     schedule: PlanSchedule
     injection: Injection | None
     pace: Pace | None
+    resumed_plan: Plan | None = None
+    """What was kept with the checkpoint that the job goes on from."""
 
     def plan_at(self, iteration: int, *, first: bool) -> Plan | None:
         """The plan that the files ask for at the start of this iteration, if any.
@@ -31,7 +33,7 @@ class Inputs:
                 held when it stopped.
         """
         if first:
-            return self.schedule.in_force(iteration) or self.start_plan
+            return self.schedule.in_force(iteration) or self.start_plan or self.resumed_plan
         return self.schedule.at(iteration)
 
 

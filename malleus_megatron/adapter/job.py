@@ -21,6 +21,7 @@ from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
+from malleus_megatron.adapter.saves import Saves, saves_any_stages
 from malleus_megatron.config import Level
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.plan.microbatches import spread_counts
@@ -73,6 +74,7 @@ class Job:
         self.clock = clock
         self.batches: Batches | None = None
         self.evaluation = Evaluation()
+        self.saves = Saves(changes, agreement.rank)
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -188,24 +190,16 @@ class Job:
         )
         return outcome
 
-    def in_nominal_stages(self) -> bool:
-        """Before code that knows Megatron's own stages only, such as saving a checkpoint.
-
-        The next iteration goes on under the plan in force.
-
-        Returns:
-            Whether they are in place; if not, a warning has said why.
-        """
-        return self._changes.to_nominal_stages(self._iteration or 0)
-
     def finish(self, *, together: bool) -> None:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
-            if _more_follows() and not self._changes.to_nominal_stages(self._iteration or 0):
+            if _needs_nominal_stages() and not self._changes.to_nominal_stages(
+                self._iteration or 0
+            ):
                 raise MigrationError(
-                    "The job cannot go back to its nominal stages, which Megatron needs to save "
-                    "and evaluate after the last iteration; its last checkpoint is whole."
+                    "The job cannot go back to its nominal stages, which Megatron needs to "
+                    "evaluate after the last iteration; its last checkpoint is whole."
                 )
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
@@ -282,7 +276,8 @@ class Job:
             self._changes.sink(Level.observe, LEGACY_LOSS, self._iteration or 0)
 
 
-def _more_follows() -> bool:
-    """Whether Megatron saves or evaluates after its training loop, with its own stages."""
+def _needs_nominal_stages() -> bool:
+    """Whether Megatron does something after its training loop that knows its own stages only."""
     args = get_args()
-    return bool(args.save or getattr(args, "do_valid", 0) or getattr(args, "do_test", 0))
+    evaluates = getattr(args, "do_valid", 0) or getattr(args, "do_test", 0)
+    return bool(evaluates or (args.save and not saves_any_stages()))

@@ -146,7 +146,13 @@ RESHAPE_OBSTACLES: tuple[Obstacle, ...] = (
         reason="Megatron offloads activations without pipeline stages only",
     ),
     Obstacle(present=_set("adlr_autoresume"), reason="ADLR autoresume saves past the seams"),
-    Obstacle(present=_set("async_save"), reason="asynchronous saves are not covered yet"),
+    Obstacle(
+        present=lambda args: (
+            _set("async_save")(args) and _set("ckpt_assume_constant_structure")(args)
+        ),
+        reason="--ckpt-assume-constant-structure lets the writer of asynchronous saves keep what "
+        "it knows of tensors, which a change of plan replaces",
+    ),
     Obstacle(
         present=lambda args: any(
             _set(name)(args)

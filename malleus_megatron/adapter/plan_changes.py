@@ -1,4 +1,4 @@
-"""Changes of plan at an iteration boundary: offered, scripted, or back after a save."""
+"""Changes of plan at an iteration boundary: offered, scripted, or back from nominal stages."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class PlanChanges:
         self._agreement = agreement
         self._pace = pace
         self._in_place = current.nominal
-        """Whose stages the ranks hold; while a checkpoint is saved not the present plan's."""
+        """Whose stages the ranks hold; after `to_nominal_stages` not the present plan's."""
 
     def offer(self) -> bytes:
         """On rank 0: a plan from the sidecar that this job can run under, as bytes."""
@@ -95,7 +95,7 @@ class PlanChanges:
         self._change(self.current.nominal, iteration)
 
     def settle(self, iteration: int) -> None:
-        """Go back to the plan in force where a save has left the nominal stages in place."""
+        """Go back to the plan in force where something has put the nominal stages in place."""
         plan = self.current.plan
         if plan.same_layout(self._in_place):
             return

@@ -7,6 +7,7 @@ from megatron.core import mpu
 
 from malleus_megatron.adapter.data import Batches, BuildLoader, NominalReader
 from malleus_megatron.adapter.job import Job
+from malleus_megatron.adapter.saves import Saves
 from malleus_megatron.adapter.setup import JobSetup, begin_setup, finish_setup
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.runtime.patching import Installed
@@ -20,6 +21,8 @@ class Plugin:
         """Hold the settings; nothing else happens before Megatron has made its groups."""
         self.config = config
         self.job: Job | None = None
+        self.saves: Saves | None = None
+        """Outlives the job: Megatron saves once more after its training loop."""
         self._setup: JobSetup | None = None
         self._waits: Installed | None = None
         self._loaders_built = 0
@@ -47,6 +50,7 @@ class Plugin:
         if self._setup is None:
             raise AssertionError("set_up comes after before_model")
         self.job = finish_setup(self._setup, built)
+        self.saves = self.job.saves
         self._waits = Installed(wait_rows(self.job.clock))
 
     def is_built_here(self, stock: Callable[[], bool]) -> Callable[[], bool]:

@@ -87,7 +87,7 @@ def _reshape_rows(plugin: Plugin) -> tuple[Replacement, ...]:
             "num_floating_point_operations_so_far, checkpointing_context, "
             "non_persistent_ckpt=, train_data_iterator=)",
             make=functools.partial(_save, plugin),
-            reason="A reshaped job saves from Megatron's own stages, then goes back to its plan.",
+            reason="A reshaped job saves Megatron's checkpoint from its plan's stages.",
         ),
         Replacement(
             target="megatron.core.datasets.blended_megatron_dataset_builder."
@@ -195,10 +195,19 @@ def _evaluate(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any
 
 def _save(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def save_checkpoint_and_time(*args: Any, **kwargs: Any) -> Any:
-        if plugin.job is None or plugin.job.in_nominal_stages():
-            return original(*args, **kwargs)
-        return None
+    def save_checkpoint_and_time(
+        iteration: int,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        built = model, optimizer, opt_param_scheduler
+        if plugin.saves is None:
+            original(iteration, *built, *args, **kwargs)
+        else:
+            plugin.saves.save(original, iteration, built, *args, **kwargs)
 
     return save_checkpoint_and_time
 

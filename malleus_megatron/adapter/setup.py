@@ -24,6 +24,7 @@ from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
+from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.values import Freedom, JobDescription
@@ -126,6 +127,10 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     setup.agreement.raise_together(error)
     assert clock is not None
     switch = None if ground is None else ground.switch
+    inputs = setup.inputs
+    if inputs.plan_at(get_args().iteration + 1, first=True) is None:
+        resumed = plan_to_resume(setup.agreement, current, inputs.pace)
+        inputs = replace(inputs, resumed_plan=resumed)
     return Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
@@ -136,7 +141,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             switch=switch,
             pace=setup.inputs.pace,
         ),
-        inputs=setup.inputs,
+        inputs=inputs,
         clock=clock,
         replicas=_replica_check(setup, built, switch, reporter),
     )

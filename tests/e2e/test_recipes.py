@@ -208,7 +208,9 @@ def test_a_loss_that_is_a_mean_ends_a_plan_that_held_from_the_start(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "saving", ["", "--async-save --async-strategy mcore"], ids=["sync", "async"]
+    "saving",
+    ["", "--async-save --async-strategy mcore --use-persistent-ckpt-worker"],
+    ids=["sync", "async"],
 )
 def test_a_job_resumes_under_malleus_as_in_stock(saving: str, tmp_path: Path) -> None:
     """Straight through, against two halves with a torch_dist checkpoint between them."""

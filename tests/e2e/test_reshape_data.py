@@ -1,4 +1,4 @@
-"""Reshaped jobs read stock's samples, evaluate, save and resume as the stock job does."""
+"""Reshaped jobs read stock's samples and evaluate as the stock job does."""
 
 import re
 from pathlib import Path
@@ -130,32 +130,6 @@ def test_blended_data_is_read_across_epochs_and_evaluated(
     assert_same_training(ours, stock, relative=FP32)
     assert len(expected) > 3
     assert found == pytest.approx(expected, rel=2e-6)
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16, distributed optimizer"])
-def test_a_checkpoint_of_a_reshaped_job_is_stocks(kind: str, tmp_path: Path) -> None:
-    """A reshaped job saves and goes on; a stock job and a reshaped one go on from what it saved."""
-    optimizer = () if kind == "fp32" else ("--bf16", "--use-distributed-optimizer")
-    recipe = (*TINY_GPT, *optimizer, "--ckpt-format", "torch_dist", "--lr-decay-iters", "6")
-    saved = tmp_path / "checkpoints"
-    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
-    train(GRID, stock, iterations=6, recipe=recipe)
-    schedule = write_plans(tmp_path, {2: UNLIKE, 5: ONE})
-    saving = ("--save", saved, "--save-interval", "3")
-    train(GRID, ours, *saving, *under(schedule, tmp_path), iterations=6, recipe=recipe)
-    relative = FP32 if kind == "fp32" else 2e-4
-    assert_same_training(ours, stock, relative=relative)
-    (saved / "latest_checkpointed_iteration.txt").write_text("3")
-    loading = ("--load", saved)
-    later = tmp_path / "stock-later.jsonl"
-    train(GRID, later, *loading, iterations=6, recipe=recipe)
-    whole = tmp_path / "from-4.jsonl"
-    lines = ours.read_text(encoding="utf-8").splitlines(keepends=True)
-    whole.write_text("".join(lines[3:]), encoding="utf-8")
-    assert_same_training(later, whole, relative=relative)
-    again = tmp_path / "ours-later.jsonl"
-    train(GRID, again, *loading, *under(schedule, tmp_path / "again"), iterations=6, recipe=recipe)
-    assert_same_training(again, whole, relative=relative)
 
 
 SCRIPT_WITH_OWN_DATA = """

@@ -130,7 +130,8 @@ RESUMED = {
     "fp32, distributed optimizer": DIST_OPT,
     "bf16, distributed optimizer, overlapped": f"--bf16 {OVERLAP}",
     "bf16, fully reshardable": f"--bf16 {DIST_OPT} --dist-ckpt-optim-fully-reshardable",
-    "saved in the background": f"{DIST_OPT} --async-save --async-strategy mcore",
+    "saved in the background": f"{DIST_OPT} --async-save --async-strategy mcore "
+    "--use-persistent-ckpt-worker",
     "dropout": "--hidden-dropout 0.1 --attention-dropout 0.1",
 }
 

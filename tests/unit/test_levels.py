@@ -45,7 +45,7 @@ def test_a_dense_recipe_is_reshaped(pipelines: int, overlap: bool) -> None:
         ({"adlr_autoresume": True}, "autoresume"),
         ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
         ({"delay_wgrad_compute": True}, "weight gradients"),
-        ({"async_save": True}, "asynchronous saves"),
+        ({"async_save": True, "ckpt_assume_constant_structure": True}, "asynchronous saves"),
         ({"log_params_norm": True}, "diagnostic"),
         ({"check_weight_hash_across_dp_replicas_interval": 10}, "diagnostic"),
         ({"logits_load_dir": "x"}, "distillation"),

@@ -191,14 +191,23 @@ def reseed(view: View, iteration: int) -> None:
 def _without_initialisation(config: Any) -> Iterator[None]:
     """No time for values that are about to be overwritten, and no random number drawn."""
     initialises = config.perform_initialization
+    config.perform_initialization = False
+    try:
+        with random_streams_kept():
+            yield
+    finally:
+        config.perform_initialization = initialises
+
+
+@contextlib.contextmanager
+def random_streams_kept() -> Iterator[None]:
+    """All random streams go on afterwards as if nothing had been drawn or seeded inside."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     tracked = get_cuda_rng_tracker().get_states()
-    config.perform_initialization = False
     try:
         yield
     finally:
-        config.perform_initialization = initialises
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])

@@ -187,10 +187,8 @@ def parts_of(module: Any, view: View, config: Any) -> Parts:
         MigrationError: a parameter whose elements the metadata does not cover.
     """
     found: dict[int, list[Part]] = {}
-    with view.shown_with(config):
-        sharded = module.sharded_state_dict(metadata=_metadata(module))
     depths = _Depths(num_layers=config.num_layers, has_input=bool(module.pre_process))
-    for leaf in nested_values(sharded):
+    for leaf in sharded_leaves(module, view, config):
         if isinstance(leaf, ShardedTensorFactory):
             built = nested_values(leaf.build())
             found[id(leaf.data)] = [depths.part(tensor, leaf.data) for tensor in built]
@@ -205,6 +203,12 @@ def parts_of(module: Any, view: View, config: Any) -> Parts:
                 "elements; it cannot be moved."
             )
     return found
+
+
+def sharded_leaves(module: Any, view: View, config: Any) -> list[Any]:
+    """What Megatron would write into a checkpoint of this model: tensors, factories, objects."""
+    with view.shown_with(config):
+        return list(nested_values(module.sharded_state_dict(metadata=_metadata(module))))
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

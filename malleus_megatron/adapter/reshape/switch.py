@@ -1,8 +1,9 @@
 """From one stage to the next while the job runs: all ranks switch, or none does."""
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,15 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
+from malleus_megatron.adapter.reshape.checkpoint import PlanCheckpoint, checkpoint_of
 from malleus_megatron.adapter.reshape.gradients import OwnerSums
 from malleus_megatron.adapter.reshape.making import Made, StageMaker
-from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder, reseed
+from malleus_megatron.adapter.reshape.stage import (
+    RankStage,
+    StageBuilder,
+    random_streams_kept,
+    reseed,
+)
 from malleus_megatron.adapter.reshape.state import (
     RankState,
     parts_of,
@@ -110,6 +117,26 @@ class Switch:
         for chunk in self._model:
             if chunk.use_forward_hook:
                 chunk.start_param_sync(force_sync=True)
+
+    def checkpoint(self) -> PlanCheckpoint:
+        """What a checkpoint holds of the present plan's stages; a collective.
+
+        Raises:
+            MigrationError: on all ranks, with the rank that cannot describe its state.
+        """
+        steps = self._agreement.exchange([step_count(self._optimizer)])
+        step = int(max(row[0] for row in steps))
+        return self._agreement.together(
+            "describing the checkpoint",
+            lambda: checkpoint_of(self._stage(), self._builder.config, step),
+        )
+
+    @contextlib.contextmanager
+    def seeded_as_nominal(self, iteration: int) -> Iterator[None]:
+        """Random streams as after a switch to the nominal stages at this iteration."""
+        with random_streams_kept():
+            reseed(self._nominal, iteration)
+            yield
 
     def to_nominal(self, iteration: int) -> Migration:
         """Go back to the stages that Megatron's own flags describe.
