@@ -47,6 +47,15 @@ class SavedModel(nn.Module):
         del metadata
         return dict(self._entries)
 
+    def start_param_sync(self, *, force_sync: bool = False) -> None:
+        """With overlap Megatron asks for complete parameters before a save: they are."""
+
+    def enable_forward_pre_hook(self) -> None:
+        """Nobody runs what is saved."""
+
+    def disable_forward_pre_hook(self, *, param_sync: bool = True) -> None:
+        """Nobody runs what is saved."""
+
 
 class SavedOptimizer:
     """Stands where Megatron saves an optimizer."""
@@ -58,6 +67,9 @@ class SavedOptimizer:
         """Hold what all ranks share, and this rank's pieces."""
         self._common = common
         self._tensors = tensors
+
+    def prepare_model_params_for_param_sync(self) -> None:
+        """As Megatron calls it before a save: the parameters are complete."""
 
     def sharded_state_dict(
         self, model_state: dict[str, Any], metadata: dict[str, Any]

@@ -124,9 +124,11 @@ class Switch:
         Raises:
             MigrationError: on all ranks, with the rank that cannot describe its state.
         """
+        together = self._agreement.together
+        together("completing the parameters", self.complete_parameters)
         steps = self._agreement.exchange([step_count(self._optimizer)])
         step = int(max(row[0] for row in steps))
-        return self._agreement.together(
+        return together(
             "describing the checkpoint",
             lambda: checkpoint_of(self._stage(), self._builder.config, step),
         )
