@@ -1,6 +1,7 @@
 """The plugin's settings: one frozen value, read from the command line before torch is imported."""
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from enum import IntEnum
@@ -24,6 +25,16 @@ def _setting(
     return field(
         default=default, metadata={"help": help_text, "convert": convert, "options": options}
     )
+
+
+def _mib(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise BadInputError(f"--malleus-memory {text}: need a number of MiB above 0.")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +67,11 @@ class MalleusConfig:
     )
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
+    )
+    memory: float | None = _setting(
+        "memory per GPU that plans may use (default: all of the GPU's; in CPU mode no limit)",
+        convert=_mib,
+        metavar="MIB",
     )
     record: Path | None = _setting(
         "write loss and gradient norm of every iteration, in full precision; "

@@ -5,22 +5,25 @@ broadcast more when rank 0 offers a plan.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
 from malleus_megatron.adapter.data import Batches
 from malleus_megatron.adapter.inputs import Inputs
 from malleus_megatron.adapter.layers import layers_of
+from malleus_megatron.adapter.memory import StepMemory
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.config import Level
+from malleus_megatron.control.memory_model import GpuMemory
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.plan.microbatches import spread_counts
 from malleus_megatron.runtime.agreement import Agreement
@@ -70,6 +73,8 @@ class Job:
         self.clock = clock
         self.batches: Batches | None = None
         self.evaluation = Evaluation()
+        self.step_memory: StepMemory | None = None
+        """Where the memory of plans is limited."""
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -114,6 +119,32 @@ class Job:
     def in_view(self) -> AbstractContextManager[None]:
         """Around Megatron's code for a step or an evaluation: its globals say the present plan."""
         return contextlib.nullcontext() if self._switch is None else self._switch.view.shown()
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around Megatron's code for a training step."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.in_view())
+            if self.step_memory is not None:
+                stack.enter_context(self.step_memory.step())
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                where = f"GPU {self._agreement.rank}, iteration {self._iteration}"
+                error.add_note(self._changes.out_of_memory(where))
+                raise
+
+    @contextlib.contextmanager
+    def stage_forward(self) -> Iterator[None]:
+        """Around the forward of one micro-batch through the whole stage."""
+        memory = self.step_memory
+        watch = contextlib.nullcontext() if memory is None else memory.forward()
+        with watch, self.clock.stage_forward():
+            yield
+
+    def stage_backward(self) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch through the whole stage."""
+        return self.clock.stage_backward()
 
     def begin_iteration(self, iteration: int) -> None:
         """Cross the boundary before an iteration (from 1): report the last one, switch plans."""
@@ -210,6 +241,8 @@ class Job:
         """Time the layers of the stage that is in place now."""
         assert self._switch is not None
         seat = self._switch.view.seat
+        if self.step_memory is not None:
+            self.step_memory.moved()
         layers = layers_of(self._switch.model)
         self.clock.attach(layers, tp_degree=self._nominal_tp if seat is None else seat.tp_degree)
 
@@ -233,10 +266,18 @@ class Job:
         """Give all ranks this rank's row; rank 0 reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
         rows = [BoundaryRow.of(row) for row in self._agreement.exchange(row.numbers())]
+        self._share_memory()
         if self._reporter is not None:
             self._reporter.iteration(rows, self._current)
         self._finished = None
         return rows
+
+    def _share_memory(self) -> None:
+        """Where a step was measured, on all ranks at the same boundary: let all learn from all."""
+        mine = None if self.step_memory is None else self.step_memory.take()
+        if mine is not None:
+            rows = self._agreement.exchange(mine.numbers())
+            self._changes.learn_memory(tuple(GpuMemory.of(row) for row in rows))
 
     def _row(self) -> BoundaryRow:
         row = BoundaryRow(

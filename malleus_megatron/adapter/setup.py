@@ -19,11 +19,13 @@ from malleus_megatron.adapter.levels import (
     decide_level,
     without_reshape,
 )
+from malleus_megatron.adapter.memory import StepMemory, job_memory, memory_limit
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.report import Reporter
-from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
+from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.control.values import Freedom, JobDescription
 from malleus_megatron.errors import MalleusError, MigrationError
 from malleus_megatron.events import EventLog
@@ -98,13 +100,15 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     """
     layers = layers_of(built[0])
     nominal = _nominal(setup.agreement, len(layers))
-    ground = None
+    ground = memory = None
     if setup.decision.level >= Level.reshape:
         try:
             ground = lay_ground(
                 setup.agreement, setup.containers, setup.collection, built, setup.inputs.pace
             )
+            memory = _memory(setup, ground, nominal)
         except MigrationError as reason:
+            ground = None
             setup = replace(setup, decision=without_reshape(get_args(), str(reason)))
     widths = None if ground is None else ground.widths
     current = CurrentPlan(nominal, setup.decision.level, widths)
@@ -113,9 +117,9 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     error = None
     try:
         check_required(setup.decision, setup.config.require)
-        check_plans(setup.inputs, current, get_args())
+        check_plans(setup.inputs, current, get_args(), memory)
         clock = _clock(setup, layers)
-        freedom = None if ground is None else ground.freedom
+        freedom = None if ground is None else _limited(ground.freedom, memory)
         reporter = (
             None if setup.events is None else _reporter(setup, current, freedom, setup.events)
         )
@@ -123,19 +127,40 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         error = met
     setup.agreement.raise_together(error)
     assert clock is not None
-    return Job(
+    changes = PlanChanges(
+        agreement=setup.agreement,
+        current=current,
+        reporter=reporter,
+        switch=None if ground is None else ground.switch,
+        pace=setup.inputs.pace,
+    )
+    job = Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
-        changes=PlanChanges(
-            agreement=setup.agreement,
-            current=current,
-            reporter=reporter,
-            switch=None if ground is None else ground.switch,
-            pace=setup.inputs.pace,
-        ),
+        changes=changes,
         inputs=setup.inputs,
         clock=clock,
     )
+    if ground is not None and memory is not None:
+        changes.memory = memory
+        job.step_memory = StepMemory(ground.switch, built[1])
+    return job
+
+
+def _memory(setup: JobSetup, ground: Ground, nominal: Plan) -> JobMemory | None:
+    """Of a job whose plans are limited by memory; a collective."""
+    limit = memory_limit(setup.agreement, setup.config.memory)
+    if limit is None:
+        return None
+    largest_tp = ground.freedom.tensor_parallel_sizes[-1]
+    return job_memory(setup.agreement, ground.switch, nominal, limit, largest_tp=largest_tp)
+
+
+def _limited(freedom: Freedom, memory: JobMemory | None) -> Freedom:
+    if memory is None:
+        return freedom
+    cluster = replace(freedom.cluster, memory_mib=memory.limit.memory_mib)
+    return replace(freedom, cluster=cluster, memory=memory.model)
 
 
 def _nominal(agreement: Agreement, num_layers: int) -> Plan:
