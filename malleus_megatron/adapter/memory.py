@@ -21,6 +21,8 @@ from malleus_megatron.runtime.memory import CpuMeter, CudaMeter, Meter, storage_
 _MIB = 2**20
 _STATE_BYTES = 12
 """Of a parameter's element in the shares of a plan: fp32 value and two moments."""
+_UPDATE_BYTES = 4
+"""Of a parameter's element in the shares while they are updated: the sum of its gradients."""
 _KEPT_FREE = 0.05
 """Of a device: what fragments of the allocator's blocks leave unused."""
 _MEASURED_AT = 2
@@ -84,6 +86,7 @@ def job_memory(
             embedding_mib=max(row.embedding for row in rows),
             head_mib=max(heads),
             layer_shared_mib=max(row.layer_state for row in rows),
+            layer_update_mib=max(row.layer_state for row in rows) * _UPDATE_BYTES / _STATE_BYTES,
             embedding_shared_mib=max(row.embedding_state for row in rows),
             head_shared_mib=max(states),
             replicated_mib=_replicated_bytes(args) / _MIB,
@@ -96,7 +99,10 @@ def job_memory(
 
 @dataclass(frozen=True, slots=True)
 class _StageSizes:
-    """In MiB, over the TP group: parameters with gradients, and optimizer state if kept whole."""
+    """In MiB, over the TP group: parameters with gradients, and optimizer state if kept whole.
+
+    The state of the ends has the sum of their gradients with it.
+    """
 
     layer: float
     layer_state: float
@@ -121,7 +127,7 @@ def _stage_sizes(module: Any, largest_tp: int) -> list[float]:
         element_bytes = parameter.element_size() + parameter.main_grad.element_size()
         for part in _parts_of(name, has_input=bool(module.pre_process)):
             kept[part] += elements * element_bytes
-            state[part] += elements * _STATE_BYTES
+            state[part] += elements * (_STATE_BYTES + _UPDATE_BYTES * (part != "layer"))
     for sizes in (kept, state):
         sizes["layer"] /= num_layers
     return [sizes[part] for part in _PARTS for sizes in (kept, state)]

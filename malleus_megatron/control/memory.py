@@ -65,7 +65,13 @@ class JobMemory:
         Raises:
             BadInputError: figures that cannot be; nothing has changed then.
         """
-        new = MeasuredPlan(plan=plan, gpus=gpus, sharing=self._sharing(plan))
+        is_nominal = plan.same_layout(self._nominal)
+        new = MeasuredPlan(
+            plan=plan,
+            gpus=gpus,
+            sharing=self._sharing(plan),
+            update_mib=0.0 if is_nominal else self._sizes.layer_update_mib,
+        )
         others = [one for one in self._measured if one.plan != plan]
         self._measured = [*others, new][-_KEPT_PLANS:]
         before = self.model

@@ -30,7 +30,10 @@ class ModelSizes:
     head_mib: float
     layer_shared_mib: float
     """Optimizer state of one layer, of which each pipeline keeps a share."""
+    layer_update_mib: float
+    """Summed gradients of one layer, shared out likewise, for the optimizer's step under a plan."""
     embedding_shared_mib: float
+    """State and summed gradients: there are hardly any activations beside them."""
     head_shared_mib: float
     replicated_mib: float
     """Activations of one layer and micro-batch that each GPU of a TP group has whole, at most."""
@@ -82,6 +85,8 @@ class MeasuredPlan:
     """By GPU, standby GPUs too."""
     sharing: int
     """Pipelines that share optimizer state; 1: each keeps it all, as stock may."""
+    update_mib: float = 0.0
+    """Of one layer, over all pipelines: sums of gradients apart from the gradients' buffers."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot have been measured.
@@ -111,6 +116,7 @@ class MeasuredPlan:
                     yield _Seat(
                         stage=stage,
                         used=self.gpus[gpu],
+                        update_mib=self.update_mib / self.sharing,
                         inflight=inflight,
                         first=index == 0,
                         last=index == count - 1,
@@ -130,6 +136,8 @@ class _Seat:
 
     stage: Stage
     used: GpuMemory
+    update_mib: float
+    """Of one layer, over the TP group."""
     inflight: int
     first: bool
     last: bool
@@ -146,8 +154,10 @@ class _Seat:
     def rest_mib(self) -> float:
         """What the step took beyond state and activations, over the TP group."""
         used = self.used
-        known = used.outside_mib + used.held_mib + self.inflight * used.saved_mib
-        return max(0.0, used.peak_mib - known - used.head_saved_mib * self.last) * self.tp_degree
+        passes = self.inflight * used.saved_mib + used.head_saved_mib * self.last
+        update = self.stage.num_layers * self.update_mib / self.tp_degree
+        known = used.outside_mib + used.held_mib + max(passes, update)
+        return max(0.0, used.peak_mib - known) * self.tp_degree
 
 
 def static_model(sizes: ModelSizes, *, reserve_mib: float = 0.0) -> ModelMemory:
@@ -159,6 +169,7 @@ def static_model(sizes: ModelSizes, *, reserve_mib: float = 0.0) -> ModelMemory:
         head_mib=sizes.head_mib,
         reserve_mib=reserve_mib,
         layer_shared_mib=sizes.layer_shared_mib,
+        layer_update_mib=sizes.layer_update_mib,
         embedding_shared_mib=sizes.embedding_shared_mib,
         head_shared_mib=sizes.head_shared_mib,
     )

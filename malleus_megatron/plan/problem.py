@@ -19,6 +19,9 @@ from malleus_megatron.plan.limits import (
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
 
+_MOST_LISTED = 1000
+"""Micro-batches in flight: no pipeline is longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
@@ -44,6 +47,9 @@ class ModelMemory:
     """The same, of the embedding."""
     head_shared_mib: float = 0.0
     """The same, of the head."""
+    layer_update_mib: float = 0.0
+    """Of one layer, over all pipelines: what the optimizer's step takes for a moment, when no
+    activation is left; the larger of both counts."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 0, an empty list, or layers that shrink with micro-batches."""
@@ -74,18 +80,32 @@ class ModelMemory:
     def among(self, num_pipelines: int) -> "ModelMemory":
         """The sizes in one of so many pipelines, its share of what they share out included."""
         shared = self.layer_shared_mib, self.embedding_shared_mib, self.head_shared_mib
-        if not any(shared):
+        if not any(shared) and not self.layer_update_mib:
             return self
         layer, embedding, head = (size / num_pipelines for size in shared)
         return replace(
             self,
-            layer_mib_by_inflight=tuple(size + layer for size in self.layer_mib_by_inflight),
+            layer_mib_by_inflight=tuple(
+                size + layer for size in self._with_update(self.layer_update_mib / num_pipelines)
+            ),
             embedding_mib=self.embedding_mib + embedding,
             head_mib=self.head_mib + head,
             layer_shared_mib=0.0,
             embedding_shared_mib=0.0,
             head_shared_mib=0.0,
+            layer_update_mib=0.0,
         )
+
+    def _with_update(self, update_mib: float) -> list[float]:
+        """Layers by micro-batches in flight, none below a layer at rest plus its update."""
+        first, second = self.layer_mib(1), self.layer_mib(2)
+        least = first - (second - first) + update_mib
+        num_listed = len(self.layer_mib_by_inflight)
+        grows = self.layer_mib(num_listed + 1) > self.layer_mib(num_listed)
+        while grows and num_listed < _MOST_LISTED and self.layer_mib(num_listed) < least:
+            num_listed += 1
+        # One more: the list goes on by its last step.
+        return [max(least, self.layer_mib(count)) for count in range(1, num_listed + 2)]
 
 
 MEMORY_PARTS = tuple(

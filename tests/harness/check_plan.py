@@ -95,7 +95,7 @@ def _memory_faults(problem: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         for j, stage in enumerate(pipeline["stages"]):
             inflight = min(num_stages - j, pipeline["num_microbatches"])
             need = _layers(stage) * (
-                _layer_mib(memory["layer_mib_by_inflight"], inflight)
+                _layer_or_update_mib(memory, inflight, len(plan["pipelines"]))
                 + memory.get("layer_shared_mib", 0.0) / len(plan["pipelines"])
             )
             need += _end_mib(memory, "embedding", plan) if j == 0 else 0.0
@@ -152,6 +152,13 @@ def _extra(problem: dict[str, Any], pipeline: dict[str, Any], index: int) -> flo
 def _end_mib(memory: dict[str, Any], end: str, plan: dict[str, Any]) -> float:
     shared = memory.get(f"{end}_shared_mib", 0.0) / len(plan["pipelines"])
     return float(memory.get(f"{end}_mib", 0.0) + shared)
+
+
+def _layer_or_update_mib(memory: dict[str, Any], inflight: int, num_pipelines: int) -> float:
+    sizes = memory["layer_mib_by_inflight"]
+    at_rest = 2 * _layer_mib(sizes, 1) - _layer_mib(sizes, 2)
+    update = memory.get("layer_update_mib", 0.0) / num_pipelines
+    return max(_layer_mib(sizes, inflight), at_rest + update)
 
 
 def _layer_mib(sizes: list[float], inflight: int) -> float:

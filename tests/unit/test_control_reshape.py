@@ -1,5 +1,6 @@
 """Level reshape against a simulated job: true rates and layer times are known, and plans move."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -370,6 +371,21 @@ def test_a_refused_layout_rests_and_micro_batches_move_meanwhile() -> None:
     assert len(job.offers) == 2
     assert job.offers[1].same_layout(job.nominal)
     assert job.offers[1].microbatch_counts != job.nominal.microbatch_counts
+
+
+def test_a_layout_that_is_refused_again_rests_longer_each_time() -> None:
+    """One that runs out of memory on the way costs the job a pause with every attempt."""
+    job = SimulatedJob(grid(2), takes_offers=False, policy=Policy(offer_timeout_iterations=5))
+    refused_at: list[int] = []
+    for _ in range(90):
+        decision = job.run(1, {1: 3.0})
+        if decision.offer is not None and not decision.offer.same_layout(job.nominal):
+            refused_at.append(decision.iteration)
+            job.controller.reject(plan_id(decision.offer), "out of memory")
+    pauses = [after - before for before, after in itertools.pairwise(refused_at)]
+    assert len(pauses) >= 3
+    for number, pause in enumerate(pauses):
+        assert pause >= 5 * 2**number
 
 
 def test_memory_limits_what_is_offered() -> None:
