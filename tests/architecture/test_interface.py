@@ -22,6 +22,7 @@ FLAGS = [
     "--malleus-require",
     "--malleus-device",
     "--malleus-sidecar",
+    "--malleus-memory",
     "--malleus-record",
 ]
 

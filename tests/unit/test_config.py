@@ -25,7 +25,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--num-layers 4 --malleus --malleus-plan a.json --lr 1e-3 --malleus-plan-schedule=s.json "
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
-        "--malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
+        "--malleus-memory 7e4 --malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
     assert rest == "--num-layers 4 --lr 1e-3 --bf16 --data-path 0.5 a 0.5 b".split()
@@ -39,6 +39,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         require=Level.rebalance,
         device="cpu",
         sidecar="http://127.0.0.1:80",
+        memory=70000.0,
         record=Path("losses.jsonl"),
     )
 
@@ -66,6 +67,9 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
         ("--malleusx", "Unknown flag --malleusx. Known: --malleus, --malleus-plan"),
         ("--malleus --malleus-plan", "--malleus-plan: expected one argument"),
         ("--malleus --malleus-require much", "--malleus-require: invalid choice: 'much'"),
+        ("--malleus --malleus-memory all", "--malleus-memory all: need a number of MiB above 0"),
+        ("--malleus --malleus-memory 0", "--malleus-memory 0: need a number of MiB above 0"),
+        ("--malleus --malleus-memory nan", "--malleus-memory nan: need a number of MiB above 0"),
         ("--malleus --malleus-device tpu", "--malleus-device: invalid choice: 'tpu'"),
         ("--malleus=yes", "--malleus: ignored explicit argument 'yes'"),
     ],
