@@ -24,11 +24,13 @@ from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.config import Level
 from malleus_megatron.control.memory_model import GpuMemory
+from malleus_megatron.control.telemetry import GpuReading
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.plan.microbatches import spread_counts
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.pacing import PaceReport
+from malleus_megatron.runtime.telemetry import Telemetry
 
 LEGACY_LOSS = (
     "the script's loss function reports a mean, not a [sum, tokens] pair: its average over "
@@ -75,6 +77,8 @@ class Job:
         self.evaluation = Evaluation()
         self.step_memory: StepMemory | None = None
         """Where the memory of plans is limited."""
+        self.telemetry: Telemetry | None = None
+        """On a GPU."""
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -234,6 +238,8 @@ class Job:
                 )
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
+        if self.telemetry is not None:
+            self.telemetry.close()
         if self._reporter is not None:
             self._reporter.close()
 
@@ -265,8 +271,12 @@ class Job:
     def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
         """Give all ranks this rank's row; rank 0 reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
+        if self._reporter is not None:
+            row = replace(row, asks_readings=float(self._reporter.asks_readings))
         rows = [BoundaryRow.of(row) for row in self._agreement.exchange(row.numbers())]
         self._share_memory()
+        if rows[0].asks_readings:
+            self._share_readings()
         if self._reporter is not None:
             self._reporter.iteration(rows, self._current)
         self._finished = None
@@ -278,6 +288,14 @@ class Job:
         if mine is not None:
             rows = self._agreement.exchange(mine.numbers())
             self._changes.learn_memory(tuple(GpuMemory.of(row) for row in rows))
+
+    def _share_readings(self) -> None:
+        """Rank 0 wants to know why a GPU is slow: all say what their drivers say."""
+        mine = GpuReading() if self.telemetry is None else self.telemetry.latest()
+        rows = self._agreement.exchange(mine.numbers())
+        if self._reporter is not None:
+            news = None if self.telemetry is None else self.telemetry.take_news()
+            self._reporter.stragglers([GpuReading.of(row) for row in rows], news)
 
     def _row(self) -> BoundaryRow:
         row = BoundaryRow(

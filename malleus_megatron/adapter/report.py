@@ -9,6 +9,7 @@ from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.control.memory_model import GpuMemory
+from malleus_megatron.control.telemetry import GpuReading, likely_reason
 from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.cost.memory import StageMib
 from malleus_megatron.events import EventLog
@@ -52,6 +53,7 @@ class Reporter:
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
+        self._unexplained: list[tuple[int, float]] = []
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
@@ -141,6 +143,27 @@ class Reporter:
         self._take(decision)
         return decision.offer
 
+    @property
+    def asks_readings(self) -> bool:
+        """Whether there are new stragglers: their GPUs' readings are to be shown with them."""
+        return bool(self._unexplained)
+
+    def stragglers(self, readings: Sequence[GpuReading], news: str | None = None) -> None:
+        """Name the new stragglers, each with what sets its GPU apart.
+
+        Args:
+            readings: Of every GPU.
+            news: Why there are none.
+        """
+        if news is not None:
+            self._say(news)
+        for gpu, rate in self._unexplained:
+            reason = likely_reason(gpu, readings)
+            self._events.write("straggler", self._iteration, gpu=gpu, rate=rate, reason=reason)
+            likely = "" if reason is None else f"; likely: {reason}"
+            self._say(f"GPU {gpu} is a straggler: rate {rate:.2f}{likely}")
+        self._unexplained.clear()
+
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that a plan, offered or scripted, is not taken."""
         self.warning(f"A plan was not taken: {why} Training goes on under the current one.")
@@ -222,9 +245,7 @@ class Reporter:
         rates = decision.rates
         self._tell_rates(rates)
         stragglers = frozenset(decision.stragglers)
-        for gpu in sorted(stragglers - self._stragglers):
-            self._events.write("straggler", self._iteration, gpu=gpu, rate=rates[gpu])
-            self._say(f"GPU {gpu} is a straggler: rate {rates[gpu]:.2f}")
+        self._unexplained += [(gpu, rates[gpu]) for gpu in sorted(stragglers - self._stragglers)]
         for gpu in sorted(self._stragglers - stragglers):
             self._events.write("recovered", self._iteration, gpu=gpu, rate=rates[gpu])
             self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")

@@ -33,6 +33,7 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.telemetry import Telemetry
 from malleus_megatron.sidecar.client import check_setting, start_sidecar
 
 
@@ -144,7 +145,18 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     if ground is not None and memory is not None:
         changes.memory = memory
         job.step_memory = StepMemory(ground.switch, built[1])
+    job.telemetry = _telemetry()
     return job
+
+
+def _telemetry() -> Telemetry | None:
+    """Reads beside the training what the driver says of this rank's GPU; None in CPU mode."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    telemetry = Telemetry(f"GPU-{getattr(device, 'uuid', 'unknown to this torch')}")
+    telemetry.start()
+    return telemetry
 
 
 def _memory(setup: JobSetup, ground: Ground, nominal: Plan) -> JobMemory | None:

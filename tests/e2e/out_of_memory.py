@@ -14,10 +14,10 @@ def main() -> None:
     original = Job.stage_forward
 
     @contextlib.contextmanager
-    def stage_forward(job: Job) -> Iterator[None]:
-        if job.is_reshaped and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
+    def stage_forward(self: Job) -> Iterator[None]:
+        if self.is_reshaped and int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"]):
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        with original(job):
+        with original(self):
             yield
 
     Job.stage_forward = stage_forward  # type: ignore[method-assign]

@@ -26,7 +26,7 @@ RECIPE = Recipe(
 )
 FORWARD_S, BACKWARD_S, RATE = 0.004, 0.008, 4.0
 PACE = {"layer_forward_s": {"1": FORWARD_S}, "layer_backward_s": {"1": BACKWARD_S}}
-AGREEMENT = (0.85, 1.35)
+AGREEMENT = (0.95, 1.15)
 """Predicted over measured: upper side, and how much of it is tolerated."""
 
 

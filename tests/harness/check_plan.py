@@ -158,7 +158,7 @@ def _layer_or_update_mib(memory: dict[str, Any], inflight: int, num_pipelines: i
     sizes = memory["layer_mib_by_inflight"]
     at_rest = 2 * _layer_mib(sizes, 1) - _layer_mib(sizes, 2)
     update = memory.get("layer_update_mib", 0.0) / num_pipelines
-    return max(_layer_mib(sizes, inflight), at_rest + update)
+    return float(max(_layer_mib(sizes, inflight), at_rest + update))
 
 
 def _layer_mib(sizes: list[float], inflight: int) -> float:
