@@ -15,7 +15,7 @@ from malleus_megatron.plan.rates import Rates
 from malleus_megatron.planner.search import make_plan
 from tests.harness.ranks import run_script
 from tests.harness.recipes import LLAMA, Recipe
-from tests.harness.training import Grid, read_lines, train, write_json
+from tests.harness.training import Grid, assert_same_training, read_lines, train, write_json
 
 pytestmark = pytest.mark.e2e
 
@@ -83,6 +83,9 @@ def test_the_best_plan_that_fits_is_taken_and_another_refused(tmp_path: Path) ->
         recipe=RECIPE.words,
         iterations=6,
     )
+    stock = tmp_path / "stock.jsonl"
+    train(RECIPE.grid, stock, recipe=RECIPE.words, iterations=6)
+    assert_same_training(free / "losses.jsonl", stock, relative=1e-6)
     recipe, heavy = events_of(free, "memory")
     assert (recipe["generation"], heavy["generation"]) == (0, 1)
     assert_predicted(heavy)

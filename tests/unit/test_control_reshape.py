@@ -399,10 +399,31 @@ def test_memory_limits_what_is_offered() -> None:
     job.controller = Controller(job.job, job.policy, clock=lambda: 0.0)
     job.run(20, {1: 3.0})
     assert job.offers
-    for offer in job.offers:
-        for pipeline in offer.pipelines:
-            for stage in pipeline.stages:
-                assert 10.0 * stage.num_layers * 2 / len(stage.gpus) <= 50.0
+    assert all(_fullest_mib(offer, 10.0) <= 50.0 for offer in job.offers)
+
+
+def test_what_is_learned_of_memory_is_planned_with() -> None:
+    """A plan that was fine by the model of before is not kept when a layer turns out larger."""
+    small = ModelMemory(reference_tp=2, layer_mib_by_inflight=(5.0,))
+    roomy = replace(freedom(4), cluster=Cluster(gpus_per_node=(4,), memory_mib=50.0), memory=small)
+    job = SimulatedJob(grid(), takes_offers=False)
+    job.job = replace(job.job, freedom=roomy)
+    job.controller = Controller(job.job, job.policy, clock=lambda: 0.0)
+    job.run(8, {1: 3.0})
+    assert _fullest_mib(job.offers[0], 10.0) > 50.0
+    large = replace(small, layer_mib_by_inflight=(10.0,))
+    job.controller.relaid(replace(job.job, freedom=replace(roomy, memory=large)))
+    before = len(job.offers)
+    job.run(30, {1: 3.0})
+    assert job.offers[before:]
+    for offer in job.offers[before:]:
+        assert _fullest_mib(offer, 10.0) <= 50.0
+
+
+def _fullest_mib(plan: Plan, layer_mib: float) -> float:
+    """Of a GPU, where a layer has so much at degree 2."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    return max(layer_mib * stage.num_layers * 2 / len(stage.gpus) for stage in stages)
 
 
 @pytest.mark.parametrize("level", [Level.observe, Level.rebalance])
