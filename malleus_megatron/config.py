@@ -1,6 +1,7 @@
 """The plugin's settings: one frozen value, read from the command line before torch is imported."""
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from enum import IntEnum
@@ -35,6 +36,21 @@ def _whole_number(text: str) -> int:
     if not str(text).isdecimal():
         raise BadInputError(f"{text!r} is no whole number from 0.")
     return int(text)
+
+
+def _mib(text: str) -> float:
+    """A size.
+
+    Raises:
+        BadInputError: nothing above 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise BadInputError(f"{text!r} is no number of MiB above 0.")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +94,11 @@ class MalleusConfig:
         "what follows if they differ; repair takes the copy that most of them have",
         "warn",
         choices=("warn", "repair", "stop"),
+    )
+    memory: float | None = _setting(
+        "memory per GPU that plans may use (default: all of the GPU's; in CPU mode no limit)",
+        convert=_mib,
+        metavar="MIB",
     )
     record: Path | None = _setting(
         "write loss and gradient norm of every iteration, in full precision; "

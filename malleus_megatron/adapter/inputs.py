@@ -5,6 +5,7 @@ from typing import Any
 
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import read_plan
 from malleus_megatron.plan.injection import Injection, read_injection
@@ -56,7 +57,9 @@ def read_inputs(config: MalleusConfig, world_size: int) -> Inputs:
     )
 
 
-def check_plans(inputs: Inputs, current: CurrentPlan, args: Any) -> None:
+def check_plans(
+    inputs: Inputs, current: CurrentPlan, args: Any, memory: JobMemory | None = None
+) -> None:
     """Refuse scripted plans that this job cannot run under.
 
     Raises:
@@ -73,6 +76,8 @@ def check_plans(inputs: Inputs, current: CurrentPlan, args: Any) -> None:
             current.check(plan)
             if inputs.pace is not None:
                 inputs.pace.check(plan)
+            if memory is not None:
+                memory.check(plan)
         except BadInputError as error:
             raise BadInputError(f"{source}: {error}") from error
         total = current.nominal.num_microbatches

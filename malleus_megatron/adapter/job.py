@@ -5,17 +5,19 @@ broadcast more when rank 0 offers a plan.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
 from malleus_megatron.adapter.data import Batches
 from malleus_megatron.adapter.inputs import Inputs
 from malleus_megatron.adapter.layers import layers_of
+from malleus_megatron.adapter.memory import StepMemory
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.reshape.evaluation import Evaluation
@@ -23,11 +25,14 @@ from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.adapter.saves import Saves, saves_any_stages
 from malleus_megatron.config import Level
+from malleus_megatron.control.memory_model import GpuMemory
+from malleus_megatron.control.telemetry import GpuReading
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.plan.microbatches import spread_counts
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.pacing import PaceReport
+from malleus_megatron.runtime.telemetry import Telemetry
 
 LEGACY_LOSS = (
     "the script's loss function reports a mean, not a [sum, tokens] pair: its average over "
@@ -75,6 +80,10 @@ class Job:
         self.batches: Batches | None = None
         self.evaluation = Evaluation()
         self.saves = Saves(changes, agreement.rank)
+        self.step_memory: StepMemory | None = None
+        """Where the memory of plans is limited."""
+        self.telemetry: Telemetry | None = None
+        """On a GPU."""
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -120,6 +129,32 @@ class Job:
     def in_view(self) -> AbstractContextManager[None]:
         """Around Megatron's code for a step or an evaluation: its globals say the present plan."""
         return contextlib.nullcontext() if self._switch is None else self._switch.view.shown()
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around Megatron's code for a training step."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.in_view())
+            if self.step_memory is not None:
+                stack.enter_context(self.step_memory.step())
+            try:
+                yield
+            except torch.OutOfMemoryError as error:
+                where = f"GPU {self._agreement.rank}, iteration {self._iteration}"
+                error.add_note(self._changes.out_of_memory(where))
+                raise
+
+    @contextlib.contextmanager
+    def stage_forward(self) -> Iterator[None]:
+        """Around the forward of one micro-batch through the whole stage."""
+        memory = self.step_memory
+        watch = contextlib.nullcontext() if memory is None else memory.forward()
+        with watch, self.clock.stage_forward():
+            yield
+
+    def stage_backward(self) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch through the whole stage."""
+        return self.clock.stage_backward()
 
     def begin_iteration(self, iteration: int) -> None:
         """Cross the boundary before an iteration (from 1): report the last one, switch plans."""
@@ -203,6 +238,8 @@ class Job:
                 )
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
+        if self.telemetry is not None:
+            self.telemetry.close()
         if self._reporter is not None:
             self._reporter.close()
 
@@ -212,6 +249,8 @@ class Job:
         if self._replicas is not None:
             self._replicas.forget_owners()
         seat = self._switch.view.seat
+        if self.step_memory is not None:
+            self.step_memory.moved()
         layers = layers_of(self._switch.model)
         self.clock.attach(layers, tp_degree=self._nominal_tp if seat is None else seat.tp_degree)
 
@@ -234,11 +273,31 @@ class Job:
     def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
         """Give all ranks this rank's row; rank 0 reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
+        if self._reporter is not None:
+            row = replace(row, asks_readings=float(self._reporter.asks_readings))
         rows = [BoundaryRow.of(row) for row in self._agreement.exchange(row.numbers())]
+        self._share_memory()
+        if rows[0].asks_readings:
+            self._share_readings()
         if self._reporter is not None:
             self._reporter.iteration(rows, self._current)
         self._finished = None
         return rows
+
+    def _share_memory(self) -> None:
+        """Where a step was measured, on all ranks at the same boundary: let all learn from all."""
+        mine = None if self.step_memory is None else self.step_memory.take()
+        if mine is not None:
+            rows = self._agreement.exchange(mine.numbers())
+            self._changes.learn_memory(tuple(GpuMemory.of(row) for row in rows))
+
+    def _share_readings(self) -> None:
+        """Rank 0 wants to know why a GPU is slow: all say what their drivers say."""
+        mine = GpuReading() if self.telemetry is None else self.telemetry.latest()
+        rows = self._agreement.exchange(mine.numbers())
+        if self._reporter is not None:
+            news = None if self.telemetry is None else self.telemetry.take_news()
+            self._reporter.stragglers([GpuReading.of(row) for row in rows], news)
 
     def _row(self) -> BoundaryRow:
         row = BoundaryRow(

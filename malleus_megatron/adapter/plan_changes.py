@@ -9,11 +9,14 @@ from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.memory import JobMemory
+from malleus_megatron.control.memory_model import GpuMemory
 from malleus_megatron.errors import BadInputError, MalleusError, MigrationError
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
 from malleus_megatron.plan.pace import Pace
 from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.render import in_short
 from malleus_megatron.plan.seats import with_ascending_tp_ranks
 from malleus_megatron.runtime.agreement import Agreement
 
@@ -44,6 +47,8 @@ class PlanChanges:
         self.switch = switch
         self.after_move: Callable[[], None] = _nothing
         """Called on every rank when its stage has become another one."""
+        self.memory: JobMemory | None = None
+        """What plans may take of a GPU, where that is limited."""
         self._agreement = agreement
         self._pace = pace
         self._in_place = current.nominal
@@ -55,7 +60,7 @@ class PlanChanges:
         if plan is None:
             return b""
         try:
-            self._check(plan)
+            self.check(plan)
         except MalleusError as error:
             self._reject(plan, str(error))
             return b""
@@ -73,7 +78,7 @@ class PlanChanges:
         plan = None
         try:
             plan = plan_from_json(json.loads(self._agreement.broadcast(offer, num_bytes)))
-            self._check(plan)
+            self.check(plan)
         except (MalleusError, ValueError) as error:
             fault = str(error)
         self._agree_and_change(plan, fault, iteration)
@@ -82,10 +87,37 @@ class PlanChanges:
         """Change to a plan of the user's; a job that cannot stays under its own, and says so."""
         fault = None
         try:
-            self._check(plan)
+            self.check(plan)
         except MalleusError as error:
             fault = str(error)
         self._agree_and_change(plan, fault, iteration)
+
+    def learn_memory(self, gpus: tuple[GpuMemory, ...]) -> None:
+        """Take in what every GPU used in a step under the plan in force."""
+        if self.memory is None:
+            return
+        predicted, news = self.memory.predicted(self.current.plan), False
+        try:
+            news = self.memory.learn(self.current.plan, gpus)
+        except BadInputError as error:
+            if self.reporter is not None:
+                self.reporter.warning(f"{error} Plans keep to what was known of memory before.")
+            return
+        if self.reporter is not None:
+            self.reporter.memory(self.memory, gpus, predicted, self.current)
+            if news:
+                self.reporter.describe(self.current, self.memory.model)
+
+    def out_of_memory(self, where: str) -> str:
+        """What to say when a step has no room: that ends the job, as in stock."""
+        if self.current.generation == 0:
+            return f"malleus: out of memory, {where}, under the recipe's own plan."
+        limit = "less than now" if self.memory is None else self.memory.less_words()
+        return (
+            f"malleus: out of memory, {where}, under plan {self.current.generation} "
+            f"({in_short(self.current.plan)}). Start again from the last checkpoint; with "
+            f"--malleus-memory ({limit}) later plans keep more room free."
+        )
 
     def sink(self, level: Level, reason: str, iteration: int) -> None:
         """Go down to a level together, and to the nominal plan."""
@@ -121,7 +153,12 @@ class PlanChanges:
             self._tell(migration, iteration)
         return migration is not None
 
-    def _check(self, plan: Plan) -> None:
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that this job cannot run under, now.
+
+        Raises:
+            MalleusError: with the numbers that do not fit.
+        """
         self.current.check(plan)
         total = get_num_microbatches() * len(self.current.nominal.pipelines)
         if len(plan.pipelines) > total:
@@ -131,6 +168,8 @@ class PlanChanges:
             )
         if self._pace is not None:
             self._pace.check(plan)
+        if self.memory is not None:
+            self.memory.check(plan)
 
     def _agree_and_change(self, plan: Plan | None, fault: str | None, iteration: int) -> None:
         identity = "none" if plan is None else plan_id(plan)

@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.memory import JobMemory
+from malleus_megatron.control.memory_model import GpuMemory
+from malleus_megatron.control.telemetry import GpuReading, likely_reason
 from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
+from malleus_megatron.cost.memory import StageMib
 from malleus_megatron.events import EventLog
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.migration.replicas import Difference
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
@@ -47,6 +53,8 @@ class Reporter:
         self._rates: dict[int, float] = {}
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
+        self._told_overfull = False
+        self._unexplained: list[tuple[int, float]] = []
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
@@ -55,8 +63,10 @@ class Reporter:
         if self._sidecar is not None:
             self.describe(current)
 
-    def describe(self, current: CurrentPlan) -> None:
-        """Tell the sidecar how the job lies now."""
+    def describe(self, current: CurrentPlan, memory: ModelMemory | None = None) -> None:
+        """Tell the sidecar how the job lies now, and what its plans take if that is news."""
+        if memory is not None and self._freedom is not None:
+            self._freedom = replace(self._freedom, memory=memory)
         if self._sidecar is None:
             return
         present = None if current.plan.same_layout(current.nominal) else current.plan
@@ -95,6 +105,33 @@ class Reporter:
                 )
             )
 
+    def memory(
+        self,
+        memory: JobMemory,
+        gpus: Sequence[GpuMemory],
+        predicted: StageMib,
+        current: CurrentPlan,
+    ) -> None:
+        """Say what a step took on every GPU, beside what had been predicted for the plan."""
+        expected: list[float | None] = [None] * len(gpus)
+        for pipeline, needs_mib in zip(current.plan.pipelines, predicted, strict=True):
+            for stage, need_mib in zip(pipeline.stages, needs_mib, strict=True):
+                for gpu in stage.gpus:
+                    expected[gpu] = need_mib
+        self._events.write(
+            "memory",
+            self._iteration + 1,
+            generation=current.generation,
+            plan=current.plan_id,
+            measured_mib=[used.peak_mib for used in gpus],
+            predicted_mib=expected,
+            usable_mib=memory.limit.usable_mib,
+        )
+        overfull = memory.overfull(gpus)
+        if overfull is not None and not self._told_overfull:
+            self._told_overfull = True
+            self.warning(overfull)
+
     def take_offer(self) -> Plan | None:
         """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
         self._tell_log_failure()
@@ -106,6 +143,27 @@ class Reporter:
             return None
         self._take(decision)
         return decision.offer
+
+    @property
+    def asks_readings(self) -> bool:
+        """Whether there are new stragglers: their GPUs' readings are to be shown with them."""
+        return bool(self._unexplained)
+
+    def stragglers(self, readings: Sequence[GpuReading], news: str | None = None) -> None:
+        """Name the new stragglers, each with what sets its GPU apart.
+
+        Args:
+            readings: Of every GPU.
+            news: Why there are none.
+        """
+        if news is not None:
+            self._say(news)
+        for gpu, rate in self._unexplained:
+            reason = likely_reason(gpu, readings)
+            self._events.write("straggler", self._iteration, gpu=gpu, rate=rate, reason=reason)
+            likely = "" if reason is None else f"; likely: {reason}"
+            self._say(f"GPU {gpu} is a straggler: rate {rate:.2f}{likely}")
+        self._unexplained.clear()
 
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that a plan, offered or scripted, is not taken."""
@@ -209,9 +267,7 @@ class Reporter:
         rates = decision.rates
         self._tell_rates(rates)
         stragglers = frozenset(decision.stragglers)
-        for gpu in sorted(stragglers - self._stragglers):
-            self._events.write("straggler", self._iteration, gpu=gpu, rate=rates[gpu])
-            self._say(f"GPU {gpu} is a straggler: rate {rates[gpu]:.2f}")
+        self._unexplained += [(gpu, rates[gpu]) for gpu in sorted(stragglers - self._stragglers)]
         for gpu in sorted(self._stragglers - stragglers):
             self._events.write("recovered", self._iteration, gpu=gpu, rate=rates[gpu])
             self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")

@@ -15,7 +15,8 @@ class BoundaryRow:
     """What a rank says of the iteration that it has finished; NaN: it has nothing to say.
 
     Only numbers, since it travels as one tensor. `offer_bytes` is rank 0's: the length of the plan
-    it is about to send, 0 without one.
+    it is about to send, 0 without one. So is `asks_readings`: then all ranks say at once what their
+    drivers say of their GPUs.
     """
 
     iteration: float = ABSENT
@@ -37,6 +38,7 @@ class BoundaryRow:
     pace_misses: float = 0.0
     pace_worst_ratio: float = 0.0
     offer_bytes: float = 0.0
+    asks_readings: float = 0.0
 
     def numbers(self) -> list[float]:
         """As the tensor's row."""

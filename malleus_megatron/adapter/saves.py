@@ -11,10 +11,8 @@ from megatron.training.utils import print_rank_0
 
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.plan_file import keep_plan, kept_plan
-from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.errors import BadInputError
+from malleus_megatron.errors import BadInputError, MalleusError
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_to_json
-from malleus_megatron.plan.pace import Pace
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.runtime.agreement import Agreement
@@ -78,7 +76,7 @@ def saves_any_stages() -> bool:
     return bool(get_args().ckpt_format == "torch_dist")
 
 
-def plan_to_resume(agreement: Agreement, current: CurrentPlan, pace: Pace | None) -> Plan | None:
+def plan_to_resume(agreement: Agreement, changes: PlanChanges) -> Plan | None:
     """The plan of the checkpoint that was loaded, if the job can run under it; a collective.
 
     One line in the log says what becomes of it.
@@ -95,10 +93,8 @@ def plan_to_resume(agreement: Agreement, current: CurrentPlan, pace: Pace | None
     plan = plan_from_json(json.loads(document)) if document else None
     if plan is not None:
         try:
-            current.check(plan)
-            if pace is not None:
-                pace.check(plan)
-        except BadInputError as error:
+            changes.check(plan)
+        except MalleusError as error:
             plan, fault = None, str(error)
     if fault is not None:
         print_rank_0(f"malleus: the checkpoint's plan is not taken up: {fault}")

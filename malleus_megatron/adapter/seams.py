@@ -172,7 +172,7 @@ def _step(plugin: Plugin, original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, iteration=iteration, **kwargs)
         job.begin_iteration(iteration + 1)
         started = time.perf_counter()
-        with job.in_view():
+        with job.in_step():
             outcome = original(*args, iteration=iteration, **kwargs)
         return job.end_iteration(outcome, time.perf_counter() - started)
 
@@ -245,7 +245,7 @@ def _timed(plugin: Plugin, part: str, original: Callable[..., Any]) -> Callable[
     def timed_step(*args: Any, **kwargs: Any) -> Any:
         if plugin.job is None:
             return original(*args, **kwargs)
-        with getattr(plugin.job.clock, part)():
+        with getattr(plugin.job, part)():
             return original(*args, **kwargs)
 
     return timed_step

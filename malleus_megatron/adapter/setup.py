@@ -19,14 +19,16 @@ from malleus_megatron.adapter.levels import (
     decide_level,
     without_reshape,
 )
+from malleus_megatron.adapter.memory import StepMemory, job_memory, memory_limit
 from malleus_megatron.adapter.plan_changes import PlanChanges
 from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.report import Reporter
-from malleus_megatron.adapter.reshape.ground import is_gpt, lay_ground
+from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
+from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.control.values import Freedom, JobDescription
 from malleus_megatron.errors import MalleusError, MigrationError
 from malleus_megatron.events import EventLog
@@ -34,6 +36,7 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.telemetry import Telemetry
 from malleus_megatron.sidecar.client import check_setting, start_sidecar
 
 
@@ -101,13 +104,15 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     """
     layers = layers_of(built[0])
     nominal = _nominal(setup.agreement, len(layers))
-    ground = None
+    ground = memory = None
     if setup.decision.level >= Level.reshape:
         try:
             ground = lay_ground(
                 setup.agreement, setup.containers, setup.collection, built, setup.inputs.pace
             )
+            memory = _memory(setup, ground, nominal)
         except MigrationError as reason:
+            ground = None
             setup = replace(setup, decision=without_reshape(get_args(), str(reason)))
     widths = None if ground is None else ground.widths
     current = CurrentPlan(nominal, setup.decision.level, widths)
@@ -116,9 +121,9 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     error = None
     try:
         check_required(setup.decision, setup.config.require)
-        check_plans(setup.inputs, current, get_args())
+        check_plans(setup.inputs, current, get_args(), memory)
         clock = _clock(setup, layers)
-        freedom = None if ground is None else ground.freedom
+        freedom = None if ground is None else _limited(ground.freedom, memory)
         reporter = (
             None if setup.events is None else _reporter(setup, current, freedom, setup.events)
         )
@@ -127,24 +132,34 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     setup.agreement.raise_together(error)
     assert clock is not None
     switch = None if ground is None else ground.switch
-    inputs = setup.inputs
-    if inputs.plan_at(get_args().iteration + 1, first=True) is None:
-        resumed = plan_to_resume(setup.agreement, current, inputs.pace)
-        inputs = replace(inputs, resumed_plan=resumed)
-    return Job(
+    changes = PlanChanges(
+        agreement=setup.agreement,
+        current=current,
+        reporter=reporter,
+        switch=switch,
+        pace=setup.inputs.pace,
+    )
+    changes.memory = memory
+    job = Job(
         pipeline=mpu.get_data_parallel_rank(),
         agreement=setup.agreement,
-        changes=PlanChanges(
-            agreement=setup.agreement,
-            current=current,
-            reporter=reporter,
-            switch=switch,
-            pace=setup.inputs.pace,
-        ),
-        inputs=inputs,
+        changes=changes,
+        inputs=_with_resumed_plan(setup, changes),
         clock=clock,
         replicas=_replica_check(setup, built, switch, reporter),
     )
+    if ground is not None and memory is not None:
+        job.step_memory = StepMemory(ground.switch, built[1])
+    job.telemetry = _telemetry()
+    return job
+
+
+def _with_resumed_plan(setup: JobSetup, changes: PlanChanges) -> Inputs:
+    """The user's files; where they name no plan to start under, that of the checkpoint."""
+    inputs = setup.inputs
+    if inputs.plan_at(get_args().iteration + 1, first=True) is not None:
+        return inputs
+    return replace(inputs, resumed_plan=plan_to_resume(setup.agreement, changes))
 
 
 def _replica_check(
@@ -163,6 +178,32 @@ def _replica_check(
     return ReplicaCheck(
         setup.config, agreement=setup.agreement, built=built, switch=switch, reporter=reporter
     )
+
+
+def _telemetry() -> Telemetry | None:
+    """Reads beside the training what the driver says of this rank's GPU; None in CPU mode."""
+    if not torch.cuda.is_available():
+        return None
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    telemetry = Telemetry(f"GPU-{getattr(device, 'uuid', 'unknown to this torch')}")
+    telemetry.start()
+    return telemetry
+
+
+def _memory(setup: JobSetup, ground: Ground, nominal: Plan) -> JobMemory | None:
+    """Of a job whose plans are limited by memory; a collective."""
+    limit = memory_limit(setup.agreement, setup.config.memory)
+    if limit is None:
+        return None
+    largest_tp = ground.freedom.tensor_parallel_sizes[-1]
+    return job_memory(setup.agreement, ground.switch, nominal, limit, largest_tp=largest_tp)
+
+
+def _limited(freedom: Freedom, memory: JobMemory | None) -> Freedom:
+    if memory is None:
+        return freedom
+    cluster = replace(freedom.cluster, memory_mib=memory.limit.memory_mib)
+    return replace(freedom, cluster=cluster, memory=memory.model)
 
 
 def _nominal(agreement: Agreement, num_layers: int) -> Plan:

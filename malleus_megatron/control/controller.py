@@ -99,9 +99,10 @@ class Controller:
         self.job = job
 
     def reject(self, rejected: str, why: str) -> None:
-        """The job does not want the plan with this id; it rests for a while."""
+        """The job does not want the plan with this id; it rests, longer each time."""
         iteration = 0 if self.seen is None else self.seen.iteration
-        rests_until = iteration + self.policy.offer_timeout_iterations
+        rest = self.offers.rest(rejected, self.policy.offer_timeout_iterations)
+        rests_until = iteration + rest
         self.offers.reject(rejected, why, rests_until=rests_until)
 
     def _decide(self, observation: Observation) -> Decision:

@@ -4,6 +4,7 @@ import logging
 
 from malleus_megatron.control.values import Observation
 
+_MOST_DOUBLINGS = 10
 _log = logging.getLogger(__name__)
 
 
@@ -18,6 +19,7 @@ class Offers:
         self._made_at = 0
         self._num_microbatches = 0
         self._rests_until: dict[str, int] = {}
+        self._refusals: dict[str, int] = {}
 
     def may_make(self, plan_id: str, iteration: int) -> bool:
         """True if none is out and the job has not just refused this plan."""
@@ -26,6 +28,15 @@ class Offers:
     def rests(self, plan_id: str, iteration: int) -> bool:
         """True if the job has just refused this plan."""
         return iteration < self._rests_until.get(plan_id, 0)
+
+    def rest(self, plan_id: str, first: int) -> int:
+        """Iterations that a plan rests after a refusal: twice as many each time.
+
+        Args:
+            plan_id: Of the plan.
+            first: After its first refusal.
+        """
+        return int(first * 2 ** min(self._refusals.get(plan_id, 0), _MOST_DOUBLINGS))
 
     def make(self, plan_id: str, observation: Observation) -> None:
         """Note that an offer went out with the answer to this observation."""
@@ -48,6 +59,7 @@ class Offers:
     def reject(self, plan_id: str, why: str, *, rests_until: int) -> None:
         """End the offer as refused; this plan is not offered again before that iteration."""
         self._rests_until[plan_id] = rests_until
+        self._refusals[plan_id] = self._refusals.get(plan_id, 0) + 1
         if plan_id == self.pending:
             self._end(f"refused: {why}")
 

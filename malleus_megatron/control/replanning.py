@@ -46,6 +46,7 @@ class Planned:
             same_layout
             and before.num_microbatches == problem.num_microbatches
             and before.cluster == problem.cluster
+            and before.model.memory == problem.model.memory
             and before.tensor_parallel_sizes == problem.tensor_parallel_sizes
             and _is_near(dict(before.rates), dict(problem.rates))
             and _is_near(dict(before.model.layer_time_s), dict(problem.model.layer_time_s))

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 from malleus_megatron.control.knowledge import Knowledge
 from malleus_megatron.control.values import JobDescription
+from malleus_megatron.cost.memory import memory_faults
 from malleus_megatron.cost.prediction import plan_costs
+from malleus_megatron.cost.validity import memory_limit_mib
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.microbatches import scaled_counts
 from malleus_megatron.plan.plan import Plan, Prediction
@@ -35,9 +37,9 @@ def reshape_problem(
 ) -> Problem:
     """What the planner is asked.
 
-    The number of pipelines stays the recipe's. Costs have no time for gradient sums and, often, no
-    memory: a planner that is free to choose makes many small replicas, each GPU with a larger part
-    of the model, and that looks better than it is. For the same reason degrees whose time nobody
+    The number of pipelines stays the recipe's. Costs have no time for gradient sums: a planner that
+    is free to choose makes many small replicas, each GPU with a larger part of the model, and that
+    looks better than it is. For the same reason degrees whose time nobody
     knows are left out.
 
     Args:
@@ -124,11 +126,19 @@ def reshaped(
 def _options(
     job: JobDescription, problem: Problem, planned: Plan | None, min_gain: float
 ) -> Iterator[Plan]:
-    """Plans that the job could run under, the most welcome first."""
+    """Plans that the job could run under, the most welcome first.
+
+    The nominal layout fits into memory, whatever a model of it says: the job has run under it.
+    """
     nominal = _stock_or_split(problem, job.nominal, min_gain)
     for plan in (nominal, problem.current_plan, planned):
-        if plan is not None:
+        if plan is not None and (plan.same_layout(job.nominal) or _fits(problem, plan)):
             yield plan
+
+
+def _fits(problem: Problem, plan: Plan) -> bool:
+    limit_mib, memory = memory_limit_mib(problem), problem.model.memory
+    return limit_mib is None or memory is None or not memory_faults(memory, plan, limit_mib)
 
 
 def _stock_or_split(problem: Problem, nominal: Plan, min_gain: float) -> Plan | None:

@@ -2,17 +2,11 @@
 
 from dataclasses import dataclass
 
+from malleus_megatron.cost.memory import plan_memory_mib
 from malleus_megatron.cost.pipeline import step_time_s
-from malleus_megatron.cost.stage import (
-    ends_mib,
-    extra_layers,
-    layer_time_s,
-    layers_by_microbatches,
-    num_inflight,
-    stage_memory_mib,
-)
+from malleus_megatron.cost.stage import extra_layers, layer_time_s, layers_by_microbatches
 from malleus_megatron.errors import BadInputError
-from malleus_megatron.plan.plan import Pipeline, Plan
+from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import Problem
 
 STEP_TIME = "step-time"
@@ -70,33 +64,9 @@ def plan_costs(problem: Problem, plan: Plan) -> PlanCosts:
         stage_times_s=times,
         memory_mib=None
         if problem.model.memory is None
-        else tuple(pipeline_memory_mib(problem, pipeline) for pipeline in plan.pipelines),
+        else plan_memory_mib(problem.model.memory, plan),
         step_time_s=step_time_s(times, plan.microbatch_counts),
         bottleneck=layers_by_microbatches(steady) / problem.model.largest_degree_time_s,
-    )
-
-
-def pipeline_memory_mib(problem: Problem, pipeline: Pipeline) -> tuple[float, ...]:
-    """Memory of each stage's GPUs, the reserve not counted.
-
-    Raises:
-        BadInputError: the problem has no memory model.
-    """
-    memory = problem.model.memory
-    if memory is None:
-        raise BadInputError("model.memory is missing: the memory of a stage is not known.")
-    num_stages = len(pipeline.stages)
-    return tuple(
-        stage_memory_mib(
-            memory,
-            len(stage.gpus),
-            num_layers=stage.num_layers,
-            inflight=num_inflight(
-                stage=index, num_stages=num_stages, num_microbatches=pipeline.num_microbatches
-            ),
-            ends_mib=ends_mib(memory, first=index == 0, last=index == num_stages - 1),
-        )
-        for index, stage in enumerate(pipeline.stages)
     )
 
 

@@ -1,6 +1,7 @@
 """Time and memory of one stage: closed forms."""
 
 from collections.abc import Sequence
+from math import floor
 
 from malleus_megatron.plan.problem import Model, ModelMemory
 
@@ -29,22 +30,36 @@ def stage_memory_mib(
 ) -> float:
     """What each GPU of a stage needs, the reserve not counted.
 
-    (layers * layer_mib[inflight] + embedding and head) * reference_tp / T + fixed.
+    (layers * layer_mib[inflight] + embedding, head, working) * reference_tp / T
+    + layers * inflight * replicated + fixed.
 
     Args:
-        memory: The model's sizes.
+        memory: The model's sizes in one pipeline (`ModelMemory.among`).
         tp_degree: T.
         num_layers: Of the stage.
         inflight: Micro-batches in flight.
-        ends_mib: Embedding if the stage is the first, plus head if it is the last.
+        ends_mib: Of the stage, from `ends_mib`.
     """
     shared = num_layers * memory.layer_mib(inflight) + ends_mib
-    return shared * memory.reference_tp / tp_degree + memory.fixed_mib
+    whole = num_layers * inflight * memory.replicated_mib + memory.fixed_mib
+    return shared * memory.reference_tp / tp_degree + whole
+
+
+def max_layers(
+    memory: ModelMemory, limit_mib: float, tp_degree: int, *, inflight: int, ends_mib: float
+) -> int:
+    """Most layers with which `stage_memory_mib` keeps to a limit; below 0 if none fits."""
+    scale = tp_degree / memory.reference_tp
+    room = (limit_mib - memory.fixed_mib) * scale - ends_mib
+    return floor(room / (memory.layer_mib(inflight) + inflight * memory.replicated_mib * scale))
 
 
 def ends_mib(memory: ModelMemory, *, first: bool, last: bool) -> float:
-    """Embedding of a first stage, head of a last one, at the reference degree."""
-    return memory.embedding_mib * first + memory.head_mib * last
+    """What a stage takes beside its layers, at the reference degree.
+
+    Embedding of a first stage, head of a last one, and what any stage computes with.
+    """
+    return memory.embedding_mib * first + memory.head_mib * last + memory.working_mib
 
 
 def layers_by_microbatches(pipelines: Sequence[tuple[Sequence[float], int]]) -> float:

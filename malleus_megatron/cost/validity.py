@@ -2,12 +2,10 @@
 
 from math import isinf
 
-from malleus_megatron.cost.prediction import pipeline_memory_mib
+from malleus_megatron.cost.memory import memory_faults
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import Problem
-
-ROUNDING = 1e-9
 
 
 def plan_faults(problem: Problem, plan: Plan) -> list[str]:
@@ -72,15 +70,7 @@ def _group_faults(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _memory_faults(problem: Problem, plan: Plan) -> list[str]:
-    limit_mib = memory_limit_mib(problem)
-    if limit_mib is None:
+    limit_mib, memory = memory_limit_mib(problem), problem.model.memory
+    if limit_mib is None or memory is None:
         return []
-    return [
-        f"Pipeline {number}, stage {index}: {stage.num_layers} layers on {len(stage.gpus)} GPUs "
-        f"need {need_mib:.0f} MiB a GPU; {limit_mib:.0f} MiB may be used."
-        for number, pipeline in enumerate(plan.pipelines)
-        for index, (stage, need_mib) in enumerate(
-            zip(pipeline.stages, pipeline_memory_mib(problem, pipeline), strict=True)
-        )
-        if need_mib > limit_mib * (1 + ROUNDING)
-    ]
+    return memory_faults(memory, plan, limit_mib)

@@ -1,7 +1,7 @@
 """What the planner is asked: a cluster, a model's costs, a batch, the freedom it has, the rates."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 
 from malleus_megatron.errors import BadInputError
@@ -19,6 +19,9 @@ from malleus_megatron.plan.limits import (
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.rates import HEALTHY, Rates
 
+_MOST_LISTED = 1000
+"""Micro-batches in flight: no pipeline is longer."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
@@ -33,6 +36,20 @@ class ModelMemory:
     """On every GPU, whatever the degree."""
     reserve_mib: float = 0.0
     """Kept free on every GPU."""
+    working_mib: float = 0.0
+    """Of whatever a stage computes at a time."""
+    replicated_mib: float = 0.0
+    """Of one layer and micro-batch in flight, on every GPU whatever the degree: activations that
+    no TP group shares out."""
+    layer_shared_mib: float = 0.0
+    """Of one layer, over all pipelines: optimizer state, of which each keeps an equal share."""
+    embedding_shared_mib: float = 0.0
+    """The same, of the embedding."""
+    head_shared_mib: float = 0.0
+    """The same, of the head."""
+    layer_update_mib: float = 0.0
+    """Of one layer, over all pipelines: what the optimizer's step takes for a moment, when no
+    activation is left; the larger of both counts."""
 
     def __post_init__(self) -> None:
         """Refuse sizes below 0, an empty list, or layers that shrink with micro-batches."""
@@ -49,7 +66,7 @@ class ModelMemory:
                     f"{where}.layer_mib_by_inflight: {after} follows {before}; more micro-batches "
                     "in flight cannot need less."
                 )
-        for name in ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib"):
+        for name in MEMORY_PARTS:
             check_within(f"{where}.{name}", getattr(self, name), 0, LARGEST_MIB, unit=" MiB")
 
     def layer_mib(self, num_inflight: int) -> float:
@@ -59,6 +76,44 @@ class ModelMemory:
             return sizes[num_inflight - 1]
         step = sizes[-1] - sizes[-2] if len(sizes) > 1 else 0.0
         return sizes[-1] + step * (num_inflight - len(sizes))
+
+    def among(self, num_pipelines: int) -> "ModelMemory":
+        """The sizes in one of so many pipelines, its share of what they share out included."""
+        shared = self.layer_shared_mib, self.embedding_shared_mib, self.head_shared_mib
+        if not any(shared) and not self.layer_update_mib:
+            return self
+        layer, embedding, head = (size / num_pipelines for size in shared)
+        return replace(
+            self,
+            layer_mib_by_inflight=tuple(
+                size + layer for size in self._with_update(self.layer_update_mib / num_pipelines)
+            ),
+            embedding_mib=self.embedding_mib + embedding,
+            head_mib=self.head_mib + head,
+            layer_shared_mib=0.0,
+            embedding_shared_mib=0.0,
+            head_shared_mib=0.0,
+            layer_update_mib=0.0,
+        )
+
+    def _with_update(self, update_mib: float) -> list[float]:
+        """Layers by micro-batches in flight, none below a layer at rest plus its update."""
+        first, second = self.layer_mib(1), self.layer_mib(2)
+        least = first - (second - first) + update_mib
+        num_listed = len(self.layer_mib_by_inflight)
+        grows = self.layer_mib(num_listed + 1) > self.layer_mib(num_listed)
+        while grows and num_listed < _MOST_LISTED and self.layer_mib(num_listed) < least:
+            num_listed += 1
+        # One more: the list goes on by its last step.
+        return [max(least, self.layer_mib(count)) for count in range(1, num_listed + 2)]
+
+
+MEMORY_PARTS = tuple(
+    part.name
+    for part in fields(ModelMemory)
+    if part.name not in {"reference_tp", "layer_mib_by_inflight"}
+)
+"""The sizes of `ModelMemory` that are one number and may be left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +217,16 @@ class Problem:
                 f"parallel.num_pipelines: {wanted} pipelines for {self.cluster.num_gpus} GPUs; "
                 "every pipeline needs at least one."
             )
+
+    @property
+    def memory(self) -> ModelMemory | None:
+        """What a stage takes in a plan with `num_pipelines` pipelines.
+
+        Where the planner chooses their number, as with a single one, which shares with none: the
+        safe side.
+        """
+        memory = self.model.memory
+        return None if memory is None else memory.among(self.num_pipelines or 1)
 
     def counted_rates(self) -> tuple[float, ...]:
         """The rate that counts, for each GPU: one below the floor is 1."""

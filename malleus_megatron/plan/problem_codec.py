@@ -15,7 +15,7 @@ from malleus_megatron.plan.fields import (
     check_version,
     required,
 )
-from malleus_megatron.plan.problem import Model, ModelMemory, Problem
+from malleus_megatron.plan.problem import MEMORY_PARTS, Model, ModelMemory, Problem
 from malleus_megatron.plan.rates import HEALTHY, Rates
 
 
@@ -89,18 +89,18 @@ def _model(body: dict[str, Any]) -> Model:
 
 
 def _memory(body: dict[str, Any]) -> ModelMemory:
-    where = "model.memory"
-    sizes = as_list(
-        required(body, "layer_mib_by_inflight", where), f"{where}.layer_mib_by_inflight"
-    )
-    extras = ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib")
-    required(body, "fixed_mib", where)
+    required(body, "fixed_mib", "model.memory")
+    return memory_from_json(body, "model.memory")
+
+
+def memory_from_json(body: dict[str, Any], where: str) -> ModelMemory:
+    """Read the memory of a model; parts that are missing are 0."""
+    name = "layer_mib_by_inflight"
+    sizes = as_list(required(body, name, where), f"{where}.{name}")
     return ModelMemory(
         reference_tp=as_int(required(body, "reference_tp", where), f"{where}.reference_tp"),
-        layer_mib_by_inflight=tuple(
-            as_float(size, f"{where}.layer_mib_by_inflight") for size in sizes
-        ),
-        **{name: as_float(body.get(name, 0.0), f"{where}.{name}") for name in extras},
+        layer_mib_by_inflight=tuple(as_float(size, f"{where}.{name}") for size in sizes),
+        **{part: as_float(body.get(part, 0.0), f"{where}.{part}") for part in MEMORY_PARTS},
     )
 
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 
 from malleus_megatron.cost.prediction import STEP_TIME
-from malleus_megatron.cost.stage import ends_mib, extra_layers
-from malleus_megatron.plan.problem import Problem
+from malleus_megatron.cost.stage import ends_mib, extra_layers, max_layers
+from malleus_megatron.plan.problem import ModelMemory, Problem
 
 ROUNDING = 1e-9
 """Relative room for sums of floats where a whole number of layers or micro-batches is cut off."""
@@ -31,6 +31,8 @@ class SearchCosts:
     unit_s: float
     """A value in seconds, divided by this, is the objective's value."""
     problem: Problem
+    memory: ModelMemory | None
+    """Of the problem, in one pipeline."""
 
     @classmethod
     def of(cls, problem: Problem, objective: str) -> "SearchCosts":
@@ -46,6 +48,7 @@ class SearchCosts:
             time_by_degree=model.layer_time_s,
             unit_s=1.0 if timed else model.largest_degree_time_s,
             problem=problem,
+            memory=problem.memory,
         )
 
     @property
@@ -60,12 +63,16 @@ class SearchCosts:
 
     def max_layers(self, degree: int, inflight: int, *, first: bool, last: bool) -> int:
         """Most layers that fit a stage's GPUs: the memory rule of a problem, solved for layers."""
-        memory, limit = self.problem.model.memory, self.problem.cluster.memory_mib
+        memory, limit = self.memory, self.problem.cluster.memory_mib
         if limit is None or memory is None:
             return self.num_layers
-        room = (limit - memory.reserve_mib) * (1 + ROUNDING / 10) - memory.fixed_mib
-        shared = room * degree / memory.reference_tp - ends_mib(memory, first=first, last=last)
-        layers = math.floor(shared / memory.layer_mib(inflight))
+        layers = max_layers(
+            memory,
+            (limit - memory.reserve_mib) * (1 + ROUNDING / 10),
+            degree,
+            inflight=inflight,
+            ends_mib=ends_mib(memory, first=first, last=last),
+        )
         return max(0, min(self.num_layers, layers))
 
     def value(self, fill_s: float, slowest_s: float, num_microbatches: int) -> float:

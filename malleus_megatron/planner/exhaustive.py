@@ -124,7 +124,7 @@ def _value(
 
 
 def _fits(problem: Problem, order: _Groups, layers: tuple[int, ...], count: int) -> bool:
-    memory, limit = problem.model.memory, problem.cluster.memory_mib
+    memory, limit = problem.memory, problem.cluster.memory_mib
     if memory is None or limit is None:
         return True
     last = len(order) - 1

@@ -30,11 +30,11 @@ def check_possible(problem: Problem) -> None:
             f"{problem.num_microbatches} micro-batches for {wanted} pipelines; every pipeline "
             "needs at least 1. Lower parallel.num_pipelines."
         )
-    memory, limit_mib = problem.model.memory, memory_limit_mib(problem)
+    memory, limit_mib = problem.memory, memory_limit_mib(problem)
     if memory is None or limit_mib is None:
         return
     largest = max(size for size in problem.tensor_parallel_sizes)
-    layer_mib = memory.layer_mib(1) * memory.reference_tp / largest
+    layer_mib = memory.layer_mib(1) * memory.reference_tp / largest + memory.replicated_mib
     if layer_mib + memory.fixed_mib > limit_mib:
         raise InfeasiblePlanError(
             f"One layer with one micro-batch on a TP group of {largest} needs {layer_mib:.0f} MiB "

@@ -30,7 +30,7 @@ from malleus_megatron.plan.fields import (
     check_version,
     required,
 )
-from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.problem_codec import memory_from_json
 from malleus_megatron.plan.rates import Rates
 
 SCHEMA_VERSION = 1
@@ -119,19 +119,9 @@ def _freedom(body: dict[str, Any]) -> Freedom:
                 for key, time_s in times.items()
             )
         ),
-        memory=None if memory is None else _memory(as_dict(memory, f"{where}.memory")),
-    )
-
-
-def _memory(body: dict[str, Any]) -> ModelMemory:
-    where = "job.freedom.memory"
-    name = "layer_mib_by_inflight"
-    sizes = as_list(required(body, name, where), f"{where}.{name}")
-    extras = ("embedding_mib", "head_mib", "fixed_mib", "reserve_mib")
-    return ModelMemory(
-        reference_tp=as_int(required(body, "reference_tp", where), f"{where}.reference_tp"),
-        layer_mib_by_inflight=tuple(as_float(size, f"{where}.{name}") for size in sizes),
-        **{extra: as_float(body.get(extra, 0.0), f"{where}.{extra}") for extra in extras},
+        memory=None
+        if memory is None
+        else memory_from_json(as_dict(memory, f"{where}.memory"), f"{where}.memory"),
     )
 
 

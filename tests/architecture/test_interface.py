@@ -24,6 +24,7 @@ FLAGS = [
     "--malleus-sidecar",
     "--malleus-check-replicas",
     "--malleus-on-bad-replica",
+    "--malleus-memory",
     "--malleus-record",
 ]
 

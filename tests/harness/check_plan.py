@@ -93,12 +93,16 @@ def _memory_faults(problem: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     for number, pipeline in enumerate(plan["pipelines"]):
         num_stages = len(pipeline["stages"])
         for j, stage in enumerate(pipeline["stages"]):
-            need = _layers(stage) * _layer_mib(
-                memory["layer_mib_by_inflight"], min(num_stages - j, pipeline["num_microbatches"])
+            inflight = min(num_stages - j, pipeline["num_microbatches"])
+            need = _layers(stage) * (
+                _layer_or_update_mib(memory, inflight, len(plan["pipelines"]))
+                + memory.get("layer_shared_mib", 0.0) / len(plan["pipelines"])
             )
-            need += memory.get("embedding_mib", 0.0) if j == 0 else 0.0
-            need += memory.get("head_mib", 0.0) if j == num_stages - 1 else 0.0
+            need += _end_mib(memory, "embedding", plan) if j == 0 else 0.0
+            need += _end_mib(memory, "head", plan) if j == num_stages - 1 else 0.0
+            need += memory.get("working_mib", 0.0)
             need = need * memory["reference_tp"] / len(stage["gpus"])
+            need += _layers(stage) * inflight * memory.get("replicated_mib", 0.0)
             need += memory.get("fixed_mib", 0.0)
             if need > limit * (1 + TOLERANCE):
                 found.append(f"pipeline {number}, stage {j} needs {need} MiB of {limit}")
@@ -143,6 +147,18 @@ def _extra(problem: dict[str, Any], pipeline: dict[str, Any], index: int) -> flo
     extra_s = model.get("embedding_time_s", 0.0) if index == 0 else 0.0
     extra_s += model.get("head_time_s", 0.0) if index == len(pipeline["stages"]) - 1 else 0.0
     return float(extra_s / _times(problem)[max(_times(problem))])
+
+
+def _end_mib(memory: dict[str, Any], end: str, plan: dict[str, Any]) -> float:
+    shared = memory.get(f"{end}_shared_mib", 0.0) / len(plan["pipelines"])
+    return float(memory.get(f"{end}_mib", 0.0) + shared)
+
+
+def _layer_or_update_mib(memory: dict[str, Any], inflight: int, num_pipelines: int) -> float:
+    sizes = memory["layer_mib_by_inflight"]
+    at_rest = 2 * _layer_mib(sizes, 1) - _layer_mib(sizes, 2)
+    update = memory.get("layer_update_mib", 0.0) / num_pipelines
+    return float(max(_layer_mib(sizes, inflight), at_rest + update))
 
 
 def _layer_mib(sizes: list[float], inflight: int) -> float:

@@ -61,6 +61,11 @@ def small_problems(draw: st.DrawFn) -> dict[str, Any]:
             "head_mib": draw(st.sampled_from([0, 100, 300])),
             "fixed_mib": 40,
             "reserve_mib": 10,
+            "working_mib": draw(st.sampled_from([0, 30])),
+            "replicated_mib": draw(st.sampled_from([0, 15])),
+            "layer_shared_mib": draw(st.sampled_from([0, 80])),
+            "head_shared_mib": draw(st.sampled_from([0, 60])),
+            "layer_update_mib": draw(st.sampled_from([0, 40])),
         }
         limit = 50 + draw(st.floats(0.3, 2.0)) * 100 * num_layers * max(sizes) / 2
     return problem(

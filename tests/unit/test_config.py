@@ -26,7 +26,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--num-layers 4 --malleus --malleus-plan a.json --lr 1e-3 --malleus-plan-schedule=s.json "
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
-        "--malleus-check-replicas 20 --malleus-on-bad-replica repair "
+        "--malleus-check-replicas 20 --malleus-on-bad-replica repair --malleus-memory 7e4 "
         "--malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
@@ -43,6 +43,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         sidecar="http://127.0.0.1:80",
         check_replicas=20,
         on_bad_replica="repair",
+        memory=70000.0,
         record=Path("losses.jsonl"),
     )
 
@@ -70,6 +71,9 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
         ("--malleusx", "Unknown flag --malleusx. Known: --malleus, --malleus-plan"),
         ("--malleus --malleus-plan", "--malleus-plan: expected one argument"),
         ("--malleus --malleus-require much", "--malleus-require: invalid choice: 'much'"),
+        ("--malleus --malleus-memory all", "--malleus-memory: 'all' is no number of MiB above 0"),
+        ("--malleus --malleus-memory 0", "--malleus-memory: '0' is no number of MiB above 0"),
+        ("--malleus --malleus-memory nan", "--malleus-memory: 'nan' is no number of MiB above 0"),
         ("--malleus --malleus-device tpu", "--malleus-device: invalid choice: 'tpu'"),
         (
             "--malleus --malleus-check-replicas often",

@@ -1,5 +1,6 @@
 """Level reshape against a simulated job: true rates and layer times are known, and plans move."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -372,6 +373,21 @@ def test_a_refused_layout_rests_and_micro_batches_move_meanwhile() -> None:
     assert job.offers[1].microbatch_counts != job.nominal.microbatch_counts
 
 
+def test_a_layout_that_is_refused_again_rests_longer_each_time() -> None:
+    """One that runs out of memory on the way costs the job a pause with every attempt."""
+    job = SimulatedJob(grid(2), takes_offers=False, policy=Policy(offer_timeout_iterations=5))
+    refused_at: list[int] = []
+    for _ in range(90):
+        decision = job.run(1, {1: 3.0})
+        if decision.offer is not None and not decision.offer.same_layout(job.nominal):
+            refused_at.append(decision.iteration)
+            job.controller.reject(plan_id(decision.offer), "out of memory")
+    pauses = [after - before for before, after in itertools.pairwise(refused_at)]
+    assert len(pauses) >= 3
+    for number, pause in enumerate(pauses):
+        assert pause >= 5 * 2**number
+
+
 def test_memory_limits_what_is_offered() -> None:
     """With room for five layers at degree 2 no GPU can hold more than two layers alone."""
     memory = ModelMemory(reference_tp=2, layer_mib_by_inflight=(10.0,))
@@ -383,10 +399,31 @@ def test_memory_limits_what_is_offered() -> None:
     job.controller = Controller(job.job, job.policy, clock=lambda: 0.0)
     job.run(20, {1: 3.0})
     assert job.offers
-    for offer in job.offers:
-        for pipeline in offer.pipelines:
-            for stage in pipeline.stages:
-                assert 10.0 * stage.num_layers * 2 / len(stage.gpus) <= 50.0
+    assert all(_fullest_mib(offer, 10.0) <= 50.0 for offer in job.offers)
+
+
+def test_what_is_learned_of_memory_is_planned_with() -> None:
+    """A plan that was fine by the model of before is not kept when a layer turns out larger."""
+    small = ModelMemory(reference_tp=2, layer_mib_by_inflight=(5.0,))
+    roomy = replace(freedom(4), cluster=Cluster(gpus_per_node=(4,), memory_mib=50.0), memory=small)
+    job = SimulatedJob(grid(), takes_offers=False)
+    job.job = replace(job.job, freedom=roomy)
+    job.controller = Controller(job.job, job.policy, clock=lambda: 0.0)
+    job.run(8, {1: 3.0})
+    assert _fullest_mib(job.offers[0], 10.0) > 50.0
+    large = replace(small, layer_mib_by_inflight=(10.0,))
+    job.controller.relaid(replace(job.job, freedom=replace(roomy, memory=large)))
+    before = len(job.offers)
+    job.run(30, {1: 3.0})
+    assert job.offers[before:]
+    for offer in job.offers[before:]:
+        assert _fullest_mib(offer, 10.0) <= 50.0
+
+
+def _fullest_mib(plan: Plan, layer_mib: float) -> float:
+    """Of a GPU, where a layer has so much at degree 2."""
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    return max(layer_mib * stage.num_layers * 2 / len(stage.gpus) for stage in stages)
 
 
 @pytest.mark.parametrize("level", [Level.observe, Level.rebalance])

@@ -68,7 +68,7 @@ def test_the_heaviest_stage_is_the_one_that_is_checked() -> None:
         }
     )
     assert plan_faults(asked, plan) == [
-        "Pipeline 0, stage 3: 3 layers on 1 GPUs need 350 MiB a GPU; 300 MiB may be used."
+        "Pipeline 0, stage 3: 3 layers on 1 GPUs [3] need 350 MiB a GPU; 300 MiB may be used."
     ]
 
 

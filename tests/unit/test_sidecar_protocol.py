@@ -14,7 +14,7 @@ from malleus_megatron.control.values import Decision, Freedom
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.cluster import Cluster
 from malleus_megatron.plan.plan import PlanningNote, Prediction
-from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.problem import MEMORY_PARTS, ModelMemory
 from malleus_megatron.plan.rates import Rates
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.conversation import Conversation
@@ -37,7 +37,11 @@ FREEDOM = Freedom(
     cluster=Cluster(gpus_per_node=(2, 2), memory_mib=1000.0),
     tensor_parallel_sizes=(1, 2),
     layer_time_s=((1, 0.03), (2, 0.016)),
-    memory=ModelMemory(reference_tp=1, layer_mib_by_inflight=(10.0, 12.0), head_mib=3.0),
+    memory=ModelMemory(
+        reference_tp=1,
+        layer_mib_by_inflight=(10.0, 12.0),
+        **{part: 3.0 + number for number, part in enumerate(MEMORY_PARTS)},
+    ),
 )
 
 
