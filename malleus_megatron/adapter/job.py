@@ -24,6 +24,7 @@ from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.adapter.saves import Saves, saves_any_stages
+from malleus_megatron.adapter.standby import Standby
 from malleus_megatron.config import Level
 from malleus_megatron.control.memory_model import GpuMemory
 from malleus_megatron.control.telemetry import GpuReading
@@ -80,6 +81,8 @@ class Job:
         self.batches: Batches | None = None
         self.evaluation = Evaluation()
         self.saves = Saves(changes, agreement.rank)
+        self.standby: Standby | None = None
+        """Probes this rank's GPU while it trains nothing; None below level reshape."""
         self.step_memory: StepMemory | None = None
         """Where the memory of plans is limited."""
         self.telemetry: Telemetry | None = None
@@ -186,6 +189,8 @@ class Job:
             losses = schedule(**kwargs)
             self._note_losses(losses)
             return losses
+        if pipeline is None and self.standby is not None and self._iteration is not None:
+            self.standby.run(self._iteration)
         self._losses = self._switch.steps.forward_backward(**kwargs)
         self._loss_is_per_token = self._switch.steps.reports_pairs
         return self._losses
@@ -319,6 +324,7 @@ class Job:
             pace_calls=float(pace.num_calls),
             pace_misses=float(pace.num_missed),
             pace_worst_ratio=pace.worst_ratio,
+            probe_rate=ABSENT if self.standby is None else self.standby.rate(),
         )
         return row.with_sample(self.clock.read())
 

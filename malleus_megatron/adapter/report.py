@@ -102,6 +102,11 @@ class Reporter:
                     plan_id=current.plan_id,
                     microbatch_counts=current.plan.microbatch_counts,
                     samples=tuple(samples),
+                    probes=tuple(
+                        (gpu, row.probe_rate)
+                        for gpu, row in enumerate(rows)
+                        if not math.isnan(row.probe_rate)
+                    ),
                 )
             )
 

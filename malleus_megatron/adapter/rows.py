@@ -39,6 +39,8 @@ class BoundaryRow:
     pace_worst_ratio: float = 0.0
     offer_bytes: float = 0.0
     asks_readings: float = 0.0
+    probe_rate: float = ABSENT
+    """Of a GPU on standby."""
 
     def numbers(self) -> list[float]:
         """As the tensor's row."""

@@ -26,6 +26,7 @@ from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
+from malleus_megatron.adapter.standby import learn_reference
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -36,6 +37,7 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.probe import Probe
 from malleus_megatron.runtime.telemetry import Telemetry
 from malleus_megatron.sidecar.client import check_setting, start_sidecar
 
@@ -150,8 +152,19 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     )
     if ground is not None and memory is not None:
         job.step_memory = StepMemory(ground.switch, built[1])
+    if ground is not None:
+        job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
     job.telemetry = _telemetry()
     return job
+
+
+def _probe(setup: JobSetup, device: torch.device) -> Probe:
+    return Probe(
+        gpu=setup.agreement.rank,
+        device=device,
+        pace=setup.inputs.pace,
+        injection=setup.inputs.injection,
+    )
 
 
 def _with_resumed_plan(setup: JobSetup, changes: PlanChanges) -> Inputs:

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 from malleus_megatron.detector.smoothing import layer_time_s
 from malleus_megatron.plan.injection import Injection
-from malleus_megatron.plan.pace import Pace
+from malleus_megatron.plan.pace import LayerPace, Pace
 from malleus_megatron.runtime.layer_clock import LayerClock
 
 NUM_PASSES = 3
 """Of one probe; their median counts."""
 _WIDTH_CUDA, _WIDTH_CPU = 4096, 64
 _NUM_PRODUCTS = 8
+_PACE_SHARE = 0.25
 
 
 class Probe:
@@ -34,19 +35,19 @@ class Probe:
         Args:
             gpu: This rank's, as injections name it.
             device: Where it runs.
-            pace: In CPU mode, what a layer takes: a probe then takes as long as one of the least
-                TP degree.
+            pace: In CPU mode, what layers take: a pass of the probe then takes a quarter of one of
+                the least TP degree.
             injection: Rates to inject.
         """
-        self._clock = LayerClock(gpu=gpu, device=device, pace=pace, injection=injection)
+        held = None if pace is None else _shortened(pace)
+        self._clock = LayerClock(gpu=gpu, device=device, pace=held, injection=injection)
         on_gpu = device.type == "cuda"
         self._layer = _Load(
             _WIDTH_CUDA if on_gpu else _WIDTH_CPU,
             device,
             torch.bfloat16 if on_gpu else torch.float32,
         )
-        degree = 1 if pace is None else pace.by_degree[0][0]
-        self._clock.attach([self._layer], tp_degree=degree)
+        self._clock.attach([self._layer])
 
     def run(self, iteration: int) -> None:
         """Start a probe; on a GPU it is only queued.
@@ -69,6 +70,15 @@ class Probe:
         """Of the last probe that the device has ended, once; never waits. None: no news."""
         sample = self._clock.read()
         return None if sample is None else layer_time_s(sample)
+
+
+def _shortened(pace: Pace) -> Pace:
+    """Short, since the other ranks wait for a standby GPU that is still at its probe."""
+    _, layer = pace.by_degree[0]
+    short = LayerPace(
+        forward_s=_PACE_SHARE * layer.forward_s, backward_s=_PACE_SHARE * layer.backward_s
+    )
+    return Pace(by_degree=((1, short),))
 
 
 class _Load(nn.Module):

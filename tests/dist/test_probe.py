@@ -1,6 +1,7 @@
 """A probe's time: it follows injected rates, takes a pace's time, and is told once."""
 
 import statistics
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,10 +13,19 @@ from malleus_megatron.runtime.probe import Probe
 CPU = torch.device("cpu")
 PACE = Pace(
     by_degree=(
-        (1, LayerPace(forward_s=0.02, backward_s=0.04)),
-        (2, LayerPace(forward_s=0.01, backward_s=0.02)),
+        (1, LayerPace(forward_s=0.08, backward_s=0.16)),
+        (2, LayerPace(forward_s=0.04, backward_s=0.08)),
     )
 )
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As every rank of a job has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def slow_from(iteration: int, rate: float) -> Injection:

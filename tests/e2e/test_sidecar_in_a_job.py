@@ -89,3 +89,35 @@ def test_without_a_straggler_the_losses_are_stocks_bit_for_bit(tmp_path: Path) -
     train(TWO_BY_TWO, stock, iterations=5)
     train(TWO_BY_TWO, ours, "--malleus", "--malleus-log-dir", tmp_path, iterations=5)
     assert_same_training(ours, stock, relative=0)
+
+
+def test_a_gpu_that_heals_on_standby_comes_back(tmp_path: Path) -> None:
+    grid = Grid(pipelines=1, stages=2, tp=2, num_microbatches=8)
+    pace = {
+        "layer_forward_s": {"1": 0.03, "2": 0.016},
+        "layer_backward_s": {"1": 0.06, "2": 0.032},
+    }
+    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
+    train(grid, stock, iterations=26)
+    injected = [{"gpu": 0, "rate": 9.0, "from_iteration": 4, "to_iteration": 14}]
+    train(
+        grid,
+        ours,
+        "--malleus",
+        *("--malleus-pace", write_json(tmp_path / "pace.json", pace)),
+        *("--malleus-inject", write_json(tmp_path / "injection.json", injected)),
+        *("--malleus-log-dir", tmp_path),
+        iterations=26,
+    )
+    assert_same_training(ours, stock, relative=1e-6)
+    events = read_lines(tmp_path / "events.jsonl")
+    layouts = [event["layout"] for event in events if event["event"] == "plan"]
+    assert any(layout.endswith("standby 0") for layout in layouts), "GPU 0 never left the plan"
+    assert "standby" not in layouts[-1], "GPU 0 never came back"
+    # Its probes, nine times as long as a healthy GPU's, do not hold up the others' steps.
+    steps = {e["iteration"]: e["step_time_s"] for e in events if e["event"] == "iteration"}
+    left = next(e["iteration"] for e in events if e["event"] == "plan")
+    assert left < 13
+    assert max(steps[number] for number in range(left, 14)) < 1.5 * steps[15]
+    named = [event["gpu"] for event in events if event["event"] == "straggler"]
+    assert set(named) == {0}
