@@ -58,10 +58,7 @@ class Rating:
         logs = dict(_usable(seen))
         ignored = tuple(gpu for gpu in sorted(seen.degrees) if gpu not in logs)
         spread = common_spread(self.tracks.values())
-        rating = replace(self, ignored=ignored)
-        readings: dict[int, float] = {}
-        if logs:
-            rating, readings = rating._compared(logs, seen, spread, wanted)
+        rating, readings = self._compared(logs, seen, spread, wanted) if logs else (self, {})
         probed = {gpu: math.log(rate) for gpu, rate in seen.probes if gpu not in seen.degrees}
         moved = {
             gpu: self.tracks.get(gpu, Track()).after((seen.iteration, value), spread, wanted)
@@ -72,7 +69,7 @@ class Rating:
             for gpu, track in self.tracks.items()
             if gpu not in moved
         }
-        return replace(rating, tracks=dict(sorted((others | moved).items())))
+        return replace(rating, tracks=dict(sorted((others | moved).items())), ignored=ignored)
 
     @property
     def common(self) -> float:
@@ -135,8 +132,9 @@ class Rating:
         return replace(self, job=job, best=min(self.best, job.level))
 
     def _lesson_s(self, ratios: Logs, guess_s: float, scale: float, alike: float) -> float:
-        """A degree's time if each of its GPUs has the rate that it had before."""
-        own = [value - scale - self._level(gpu) for gpu, value in ratios.items()]
+        """A degree's time if each of its GPUs has the rate that it had; healthy ones know best."""
+        healthy = [gpu for gpu in ratios if not self._is_named(gpu)]
+        own = [ratios[gpu] - scale - self._level(gpu) for gpu in healthy or ratios]
         return guess_s * math.exp(healthy_level(own, None, alike))
 
     def _relearned(self, degrees: Mapping[int, int]) -> DegreeTimes:

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 type Reading = tuple[int, float]
 """An iteration, and the logarithm of the rate that it showed."""
 
-_SURE = 5.0
+_SURE = 6.0
 """A shift of n readings stands out by this many standard deviations / sqrt(n). Healthy GPUs whose
-times are normally distributed pass that less than once in 1e8 iterations for each length n."""
+times are normally distributed pass that less than once in 1e9 iterations for each length n."""
 _LEAST_SPREAD = 0.005
 _BAND = math.log(1.1)
 _ENOUGH_FOR_OWN = 9
@@ -117,8 +118,7 @@ def _spread(readings: Sequence[Reading]) -> float:
     """By the differences between neighbours, so that a shift or a pause hardly counts."""
     values = [value for _, value in readings]
     return _NORMAL * median(
-        0.0 if before == after else abs(after - before)
-        for before, after in zip(values, values[1:], strict=False)
+        0.0 if before == after else abs(after - before) for before, after in pairwise(values)
     )
 
 

@@ -174,7 +174,7 @@ def test_what_stops_before_it_is_certain_is_counted_anew() -> None:
     job = SimulatedJob(grid(), policy=Policy(window=3, patience=1))
     for _ in range(3):
         job.run(2, {0: 3.0})
-        job.run(1)
+        job.run(2)
     assert job.offers == []
     job.run(2, {0: 3.0})
     assert job.offers == []
