@@ -164,6 +164,7 @@ class Controller:
                 counts,
                 self._wanted(planned, observation),
                 min_gain=self.policy.min_gain,
+                sure=self._known.sure_rates,
             )
         except MalleusError as error:
             self._streak = self._sure_streak = 0

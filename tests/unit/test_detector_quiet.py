@@ -11,7 +11,7 @@ from tests.unit.detected_job import LAYER_S, DetectedJob, grid, noisy, staged
 PAUSE_S = 0.3
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dp", [1, 2, 8])
 def test_noise_of_five_percent_on_each_rank_names_nobody(dp: int, seed: int) -> None:
     job = DetectedJob(grid(2, dp=dp), level=Level.reshape, spread=noisy(seed, 0.05))
@@ -29,7 +29,7 @@ def test_the_noisier_a_job_the_more_a_straggler_must_stand_out(spread: float) ->
     assert job.ever_named == {2}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("together", [1, 2])
 def test_pauses_are_not_a_shift(seed: int, together: int) -> None:
     """Garbage collection, a checkpoint: 300 ms on a random rank every 20 iterations."""
@@ -95,11 +95,11 @@ def test_a_straggler_whose_times_vary_is_planned_for_once(dp: int, rate: float, 
     assert 1 <= len(job.changes) <= 2
 
 
-@pytest.mark.parametrize("rate", [1.2, 1.15, 1.5])
+@pytest.mark.parametrize("rate", [1.05, 1.09, 1.15, 1.2, 1.5])
 def test_a_plan_takes_what_it_promised_at_small_rates_too(rate: float) -> None:
     job = DetectedJob(grid(2), level=Level.reshape)
-    job.run(10)
-    job.run(40, {2: rate, 5: 3.0})
+    job.run(30, {2: rate})
+    job.run(30, {2: rate, 5: 3.0})
     predicted = job.plan.predicted
     assert predicted is not None
     assert job.decisions[-1].step_time_s == pytest.approx(predicted.step_time_s, rel=0.03)
@@ -139,7 +139,7 @@ def test_a_gpu_that_flaps_faster_than_the_patience_causes_one_change_at_most(
             grid(2), level=Level.reshape, spread=noisy(period, 0.02), knows_layer_times=True
         )
         job.run(10)
-        while job.iteration < 200:
+        while job.iteration < 120:
             job.run(slow_part, {2: rate})
             job.run(period - slow_part)
         assert len(job.changes) <= 1, slow_part
