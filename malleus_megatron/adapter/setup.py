@@ -126,9 +126,8 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         check_plans(setup.inputs, current, get_args(), memory)
         clock = _clock(setup, layers)
         freedom = None if ground is None else _limited(ground.freedom, memory)
-        reporter = (
-            None if setup.events is None else _reporter(setup, current, freedom, setup.events)
-        )
+        if setup.events is not None:
+            reporter = _reporter(setup, current, freedom, setup.events)
     except MalleusError as met:
         error = met
     setup.agreement.raise_together(error)
@@ -150,9 +149,9 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         clock=clock,
         replicas=_replica_check(setup, built, switch, reporter),
     )
-    if ground is not None and memory is not None:
-        job.step_memory = StepMemory(ground.switch, built[1])
     if ground is not None:
+        if memory is not None:
+            job.step_memory = StepMemory(ground.switch, built[1])
         job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
     job.telemetry = _telemetry()
     return job

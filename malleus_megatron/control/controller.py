@@ -9,22 +9,18 @@ from malleus_megatron.config import Level
 from malleus_megatron.control.knowledge import Knowledge
 from malleus_megatron.control.offers import Offers
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.control.rebalance import rebalanced
+from malleus_megatron.control.rebalance import planned_stage_times, rebalanced
 from malleus_megatron.control.replanning import Planned, Replanner
 from malleus_megatron.control.reshape import Move, reshape_problem, reshaped
 from malleus_megatron.control.values import Decision, JobDescription, Observation
 from malleus_megatron.cost.pipeline import step_time_s
 from malleus_megatron.detector.samples import Sample
-from malleus_megatron.detector.stages import (
-    StageTimes,
-    healthy_stage_times,
-    measured_stage_times,
-)
+from malleus_megatron.detector.stages import measured_stage_times
 from malleus_megatron.errors import BadInputError, MalleusError
 from malleus_megatron.plan.codec import plan_id
 from malleus_megatron.plan.plan import Plan, PlanningNote
 from malleus_megatron.plan.problem import Problem
-from malleus_megatron.plan.rates import Rates
+from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.planner.batches import balance_microbatches
 from malleus_megatron.planner.search import make_plan
 
@@ -77,6 +73,7 @@ class Controller:
             self._start_over()
         self.seen = observation
         self.offers.settle(observation, self.policy.offer_timeout_iterations)
+        self._known.learn(observation, self.job.layout, self.policy)
         self._window.append(observation)
         while len(self._window) > self.policy.window:
             self._window.popleft()
@@ -106,18 +103,10 @@ class Controller:
         self.offers.reject(rejected, why, rests_until=rests_until)
 
     def _decide(self, observation: Observation) -> Decision:
-        known = self._known
+        decision = self._shown(observation)
         if len(self._window) < self.policy.window:
-            return Decision(
-                iteration=observation.iteration, rates=known.rates, stragglers=known.stragglers
-            )
-        known.learn(self._window, self.job.layout, self.policy.threshold)
-        decision = Decision(
-            iteration=observation.iteration,
-            rates=known.rates,
-            stragglers=known.stragglers,
-            ignored=known.ignored,
-        )
+            return decision
+        decision = replace(decision, ignored=self._known.ignored)
         stages = measured_stage_times(self._samples(), self.job.layout)
         if stages is None:
             return decision
@@ -125,40 +114,44 @@ class Controller:
         decision = replace(decision, step_time_s=now_s)
         if self.job.level < Level.rebalance:
             return decision
-        rates = self._counting_rates()
+        rates = self._known.planned_rates
         if self.job.may_reshape and (rates.by_gpu or not self._runs_its_recipe()):
             return self._reshape(decision, observation, rates)
         start_s = self._clock()
-        move = self._rebalance(observation, stages)
+        move = self._rebalance(observation, rates) if decision.rates.by_gpu else None
         return self._offer(decision, observation, move, self._clock() - start_s)
+
+    def _shown(self, observation: Observation) -> Decision:
+        """What is known of the GPUs, and nothing decided."""
+        known = self._known
+        return Decision(
+            iteration=observation.iteration,
+            rates=known.rates,
+            stragglers=tuple(detection.gpu for detection in known.detections),
+            detections=known.detections,
+            common_rate=known.common_rate,
+            warning=""
+            if known.common_rate == HEALTHY
+            else f"All GPUs take {known.common_rate:.1f} times as long for a layer as at best; "
+            "rates and stragglers are relative to that.",
+        )
 
     def _runs_its_recipe(self) -> bool:
         return self.job.layout.same_layout(self.job.nominal)
 
-    def _counting_rates(self) -> Rates:
-        """Of the GPUs that are a reason for another layout.
-
-        To leave the recipe's layout a straggler must be above the threshold now; to stay away from
-        it, it is enough that none has clearly recovered. So noise near the threshold moves nothing.
-        """
-        lowest = self.policy.threshold if self._runs_its_recipe() else 0.0
-        named = self._known.stragglers
-        return Rates.of({g: rate for g, rate in self._known.rates if g in named and rate > lowest})
-
-    def _rebalance(self, observation: Observation, stages: StageTimes) -> Move | None:
-        """Other micro-batches in the present layout, by the times of its stages as measured."""
-        counts = observation.microbatch_counts
-        stock = self.job.nominal if self._runs_its_recipe() else self.job.layout
+    def _rebalance(self, observation: Observation, rates: Rates) -> Move | None:
+        """Other micro-batches in the present layout, by what its stages take at these rates."""
+        counts, layout = observation.microbatch_counts, self.job.layout
+        stages = planned_stage_times(layout, self._known, rates)
+        stock = self.job.nominal if self._runs_its_recipe() else layout
         plan = rebalanced(stock, counts, stages, min_gain=self.policy.min_gain)
         if plan is None or plan.predicted is None:
             return None
         gain = 1 - step_time_s(stages, plan.microbatch_counts) / step_time_s(stages, counts)
-        healthy = healthy_stage_times(self._samples(), self.job.layout, self._known.rates)
-        if healthy is not None:
-            healthy_s = balance_microbatches(healthy, plan.num_microbatches).step_time_s
-            predicted = replace(plan.predicted, healthy_step_time_s=healthy_s)
-            plan = replace(plan, predicted=predicted)
-        return Move(plan=plan, gain=gain)
+        healthy = planned_stage_times(layout, self._known, Rates())
+        healthy_s = balance_microbatches(healthy, plan.num_microbatches).step_time_s
+        predicted = replace(plan.predicted, healthy_step_time_s=healthy_s)
+        return Move(plan=replace(plan, predicted=predicted), gain=gain)
 
     def _reshape(self, decision: Decision, observation: Observation, rates: Rates) -> Decision:
         """Another layout, another split of the present one, or back to the nominal plan."""
@@ -172,12 +165,13 @@ class Controller:
                 counts,
                 self._wanted(planned, observation),
                 min_gain=self.policy.min_gain,
+                sure=self._known.sure_rates,
             )
         except MalleusError as error:
             self._streak = self._sure_streak = 0
-            return replace(decision, warning=f"No plan of another layout can be made: {error}")
+            return _warned(decision, f"No plan of another layout can be made: {error}")
         if planned is not None:
-            decision = replace(decision, warning=planned.why)
+            decision = _warned(decision, planned.why)
         seconds = 0.0 if planned is None else planned.seconds
         return self._offer(decision, observation, move, seconds)
 
@@ -205,15 +199,14 @@ class Controller:
     def _lasts(self, move: Move | None) -> bool:
         """Count iterations in a row with a gain, and those with a sure one: fewer are enough.
 
-        A move of state must last a whole window: two pauses of a GPU in a row show in two of them.
+        A gain has lasted since what it comes from first showed, however late that was certain.
         """
-        self._streak = self._streak + 1 if move else 0
+        self._streak = self._streak + 1 + self._known.had_lasted if move else 0
         sure = move is not None and move.gain >= self.policy.sure_gain
         self._sure_streak = self._sure_streak + 1 if sure else 0
-        patience = self.policy.patience
-        if move is not None and move.moves_state:
-            patience = max(patience, self.policy.window)
-        return self._sure_streak >= patience or self._streak >= self.policy.long_patience
+        return (
+            self._sure_streak >= self.policy.patience or self._streak >= self.policy.long_patience
+        )
 
     def _samples(self) -> list[tuple[Sample, ...]]:
         return [observation.samples for observation in self._window]
@@ -221,7 +214,7 @@ class Controller:
     def _start_over(self) -> None:
         freedom = self.job.freedom
         self.offers = Offers()
-        self._known = Knowledge(() if freedom is None else freedom.layer_time_s)
+        self._known = Knowledge(self.policy, () if freedom is None else freedom.layer_time_s)
         self._forget_samples()
 
     def _forget_samples(self) -> None:
@@ -242,3 +235,8 @@ class Controller:
                 f"Iteration {observation.iteration}: samples of GPUs {sorted(strangers)}; "
                 f"the job's layout has {len(self._gpus)} GPUs and not these."
             )
+
+
+def _warned(decision: Decision, warning: str) -> Decision:
+    """The decision with one more warning."""
+    return replace(decision, warning=" ".join(filter(None, (decision.warning, warning))))

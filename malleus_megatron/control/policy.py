@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from malleus_megatron.detector.shifts import Sensitivity
 from malleus_megatron.errors import BadInputError
 
 
@@ -9,14 +10,20 @@ from malleus_megatron.errors import BadInputError
 class Policy:
     """The controller's settings; they may change while the job runs."""
 
-    threshold: float = 1.2
-    """A GPU with a rate above it is a straggler."""
+    threshold: float = 1.1
+    """A GPU with a rate above it is a straggler, if that is more than noise makes up."""
     window: int = 3
-    """Iterations whose medians count; nothing is decided before so many were seen."""
+    """Iterations that a large shift to a slower rate must last, and whose medians are what stages
+    take; nothing is decided before so many were seen."""
     patience: int = 2
     """So many iterations one after the other must show a gain of `sure_gain` or more."""
+    large_shift: float = 1.75
+    """A rate that has grown by this factor is believed after `window` iterations."""
     long_patience: int = 8
-    """So many must show a smaller gain: what noise looks like, and what is not urgent."""
+    """So many must show a smaller shift, a smaller gain, or that a GPU has recovered: none of them
+    is urgent."""
+    long_window: int = 16
+    """Iterations whose median is a GPU's rate; so many may pass before a small shift is seen."""
     sure_gain: float = 0.25
     """Part of the step's time that no noise of three iterations' medians makes up."""
     min_gain: float = 0.03
@@ -28,10 +35,24 @@ class Policy:
         """Refuse values with which nothing could be decided."""
         if not self.threshold > 1:
             raise BadInputError(f"threshold {self.threshold} must be above 1 (1 = healthy).")
+        if not self.large_shift > 1:
+            raise BadInputError(f"large_shift {self.large_shift} must be above 1.")
         if not 0 <= self.min_gain < 1:
             raise BadInputError(f"min_gain {self.min_gain} must be in [0, 1).")
         if not 0 <= self.sure_gain < 1:
             raise BadInputError(f"sure_gain {self.sure_gain} must be in [0, 1).")
-        for name in ("window", "patience", "long_patience", "offer_timeout_iterations"):
+        counts = ("window", "patience", "long_patience", "long_window", "offer_timeout_iterations")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise BadInputError(f"{name} {getattr(self, name)} must be at least 1.")
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """What of it the detector needs. The long window is no shorter than the short one."""
+        return Sensitivity(
+            threshold=self.threshold,
+            window=self.window,
+            large_shift=self.large_shift,
+            patience=self.long_patience,
+            long_window=max(self.long_window, self.window, self.long_patience),
+        )

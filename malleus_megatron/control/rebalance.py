@@ -1,10 +1,39 @@
 """The same layout with other micro-batch counts, if that saves enough."""
 
+from malleus_megatron.control.knowledge import Knowledge
 from malleus_megatron.cost.pipeline import step_time_s
 from malleus_megatron.detector.stages import StageTimes
 from malleus_megatron.plan.microbatches import scaled_counts
 from malleus_megatron.plan.plan import Plan, Prediction
+from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.planner.batches import balance_microbatches
+
+
+def planned_stage_times(layout: Plan, known: Knowledge, rates: Rates) -> StageTimes:
+    """What each stage takes: its layers and ends on healthy GPUs, times its slowest GPU's rate.
+
+    Args:
+        layout: Who holds which layers.
+        known: Healthy layer times, embedding and head.
+        rates: Of the GPUs that do not count as healthy.
+
+    Raises:
+        BadInputError: no layer was ever timed.
+    """
+    times, rate = [], dict(rates)
+    for pipeline in layout.pipelines:
+        layers = [float(stage.num_layers) for stage in pipeline.stages]
+        layers[0] += known.ends.embedding_layers
+        layers[-1] += known.ends.head_layers
+        times.append(
+            tuple(
+                known.healthy_s(len(stage.gpus))
+                * max(rate.get(gpu, HEALTHY) for gpu in stage.gpus)
+                * number
+                for stage, number in zip(pipeline.stages, layers, strict=True)
+            )
+        )
+    return tuple(times)
 
 
 def rebalanced(

@@ -86,6 +86,7 @@ def reshaped(
     planned: Plan | None,
     *,
     min_gain: float,
+    sure: Rates,
 ) -> Move | None:
     """The best change, or None if the job should stay as it is.
 
@@ -100,6 +101,8 @@ def reshaped(
         counts: Micro-batches of each pipeline now.
         planned: The planner's plan, if it has one and the job may be asked for it.
         min_gain: Part of the step's time that a change must save.
+        sure: All rates that are known for sure, those of no stragglers too: they are no reason for
+            a change, but a plan that promises a step's time must have them.
     """
     now = job.layout.with_counts(counts)
     now_s = plan_costs(problem, now).step_time_s
@@ -109,7 +112,7 @@ def reshaped(
         )
         if recipe.same_layout(now):
             return None
-        return _move(job, problem, recipe, now_s)
+        return _move(job, problem, recipe, now_s, sure)
     options = [
         (plan_costs(problem, plan).step_time_s, plan)
         for plan in _options(job, problem, planned, min_gain)
@@ -120,7 +123,7 @@ def reshaped(
     target_s, target = next(option for option in options if _gain(option[0], fastest_s) <= min_gain)
     if not _gain(now_s, target_s) > min_gain:
         return None
-    return _move(job, problem, target, now_s)
+    return _move(job, problem, target, now_s, sure)
 
 
 def _options(
@@ -163,8 +166,8 @@ def _split(problem: Problem, layout: Plan, counts: tuple[int, ...]) -> Plan | No
     return layout.with_counts(balance_microbatches(stages, problem.num_microbatches, counts).counts)
 
 
-def _move(job: JobDescription, problem: Problem, plan: Plan, now_s: float) -> Move:
-    costs = plan_costs(problem, plan)
+def _move(job: JobDescription, problem: Problem, plan: Plan, now_s: float, sure: Rates) -> Move:
+    costs = plan_costs(replace(problem, rates=sure), plan)
     healthy = replace(problem, rates=Rates())
     recipe = _stock_or_split(healthy, job.nominal, 0.0)
     predicted = Prediction(
@@ -175,7 +178,7 @@ def _move(job: JobDescription, problem: Problem, plan: Plan, now_s: float) -> Mo
     )
     return Move(
         plan=replace(plan, predicted=predicted, planning=None),
-        gain=_gain(now_s, costs.step_time_s),
+        gain=_gain(now_s, plan_costs(problem, plan).step_time_s),
         moves_state=not plan.same_layout(job.layout),
     )
 

@@ -122,6 +122,22 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """When a straggler was found out."""
+
+    gpu: int
+    since: int
+    """The iteration in which it first stood out."""
+    named: int
+    """The iteration after which that was certain."""
+
+    @property
+    def delay(self) -> int:
+        """Iterations from the one to the other."""
+        return self.named - self.since
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What an iteration showed. Without rates: too little was seen yet."""
 
@@ -129,6 +145,11 @@ class Decision:
     rates: Rates = field(default_factory=Rates)
     """Measured, and the last ones known of GPUs that are not measured now."""
     stragglers: tuple[int, ...] = ()
+    detections: tuple[Detection, ...] = ()
+    """One for each straggler."""
+    common_rate: float = 1.0
+    """Of all healthy GPUs together, against the best that they did in this job or against times
+    that were known beforehand; 1 below the threshold."""
     ignored: tuple[int, ...] = ()
     """GPUs that gave no usable sample in this iteration."""
     step_time_s: float | None = None
@@ -136,4 +157,4 @@ class Decision:
     offer: Plan | None = None
     """A plan that the job should change to."""
     warning: str = ""
-    """Why there is no better plan, where the planner found none."""
+    """Why there is no better plan, where the planner found none; or that all GPUs are slow."""

@@ -2,51 +2,55 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 
 from malleus_megatron.errors import BadInputError
 
 type TimesByDegree = tuple[tuple[int, float], ...]
 """Pairs (TP degree, forward plus backward of one layer and micro-batch in seconds), sorted."""
 
+_FEWEST_LESSONS, _MOST_LESSONS = 3, 16
+_PLAUSIBLE = 1.2
+"""A degree's time lies between no gain from more GPUs and perfect scaling, with so much room."""
+_SAME = 1.1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegreeTimes:
-    """What a layer takes a healthy GPU, by TP degree.
+    """What a layer takes a healthy GPU, by TP degree, relative to each other.
 
-    A degree is learned when healthy GPUs are first seen at it, and from then on moves only with
-    the anchor: the degree that the job compares its GPUs at. If each followed its own GPUs, one
-    that is alone at its degree could grow slower bit by bit and never be told from a healthy one.
+    What a job's GPUs take all together moves and is followed elsewhere; here only ratios count.
+    They are learned when GPUs are first seen at a degree, and hold from then on. If each followed
+    its own GPUs, one that is alone at its degree could grow slower bit by bit and never be told
+    from a healthy one.
     """
 
-    learned: TimesByDegree = ()
     prior: TimesByDegree = ()
-    """Known beforehand. Only the ratios count once a degree of it is learned."""
+    """Known beforehand, and taken as right."""
+    learned: TimesByDegree = ()
+    lessons: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """Of degrees that are being learned: one time an iteration."""
+    provisional: frozenset[int] = frozenset()
+    """Degrees that were learned from stragglers only, whose rates were known from elsewhere."""
 
     def knows(self, degree: int) -> bool:
-        """True if the degree's time was learned."""
-        return degree in dict(self.learned)
+        """True if the degree's time is no guess."""
+        return degree in self._known()
 
     def expected_s(self, degree: int) -> float:
-        """The learned time, else the prior in proportion, else the same work on other GPUs.
+        """The known time, else the same work on other GPUs.
 
-        The last is T0 / T times the time at the nearest known T0: what perfect scaling takes. A
+        The latter is T0 / T times the time at the nearest known T0: what perfect scaling takes. A
         smaller group than T0 takes no longer than that, since it has larger products and less to
         exchange.
 
         Raises:
-            BadInputError: neither a time learned nor a prior.
+            BadInputError: nothing was learned and nothing is known beforehand.
         """
-        learned, prior = dict(self.learned), dict(self.prior)
-        if degree in learned:
-            return learned[degree]
-        scales = learned.keys() & prior.keys()
-        if degree in prior and scales:
-            near = _nearest(scales, degree)
-            return learned[near] * prior[degree] / prior[near]
-        if degree in prior and not learned:
-            return prior[degree]
-        known = learned or prior
+        known = self._known()
+        if degree in known:
+            return known[degree]
         if not known:
             raise BadInputError(f"No GPU has timed a layer yet: degree {degree} has no time.")
         near = _nearest(known, degree)
@@ -57,20 +61,49 @@ class DegreeTimes:
 
         Perfect scaling to larger groups than were ever seen is a promise that none keeps.
         """
-        known = {**dict(self.prior), **dict(self.learned)}
+        known = self._known()
         return degree in known or any(degree < other for other in known)
 
-    def after(self, healthy_s: Mapping[int, float], anchor: int) -> "DegreeTimes":
-        """With the times of degrees that have healthy GPUs now.
+    def anchored(self, degree: int, time_s: float) -> "DegreeTimes":
+        """With a first degree, to which all others will be compared."""
+        return replace(self, learned=tuple(sorted({**dict(self.learned), degree: time_s}.items())))
 
-        Args:
-            healthy_s: Their medians; the anchor's is among them.
-            anchor: The degree whose present time counts; learned ones move in proportion.
-        """
-        learned = dict(self.learned)
-        scale = healthy_s[anchor] / learned[anchor] if anchor in learned else 1.0
-        moved = {degree: time_s * scale for degree, time_s in learned.items()}
-        return replace(self, learned=tuple(sorted((dict(healthy_s) | moved).items())))
+    def is_plausible(self, degree: int, time_s: float) -> bool:
+        """True if healthy GPUs could take that long: else slow ones at a new degree were seen."""
+        near = _nearest(known := self._known(), degree)
+        ends = known[near], known[near] * near / degree
+        return min(ends) / _PLAUSIBLE <= time_s <= max(ends) * _PLAUSIBLE
+
+    def is_learning(self, degree: int) -> bool:
+        """True if another lesson about the degree would be of use."""
+        return not self.knows(degree) or 0 < len(self.lessons.get(degree, ())) < _MOST_LESSONS
+
+    def taught(self, degree: int, time_s: float, *, by_stragglers: bool) -> "DegreeTimes":
+        """With what one iteration showed of a degree; a few make it known, more make it exact."""
+        if self.knows(degree) and abs(math.log(time_s / self.expected_s(degree))) > math.log(_SAME):
+            return self
+        lessons = (*self.lessons.get(degree, ()), time_s)
+        taught = replace(
+            self,
+            lessons={**self.lessons, degree: lessons},
+            provisional=self.provisional | {degree} if by_stragglers else self.provisional,
+        )
+        return (
+            taught if len(lessons) < _FEWEST_LESSONS else taught.anchored(degree, median(lessons))
+        )
+
+    def without(self, degrees: Iterable[int]) -> "DegreeTimes":
+        """With these degrees to be learned anew."""
+        gone = frozenset(degrees)
+        return replace(
+            self,
+            learned=tuple(pair for pair in self.learned if pair[0] not in gone),
+            lessons={degree: seen for degree, seen in self.lessons.items() if degree not in gone},
+            provisional=self.provisional - gone,
+        )
+
+    def _known(self) -> dict[int, float]:
+        return dict(self.learned) | dict(self.prior)
 
 
 def _nearest(degrees: Iterable[int], degree: int) -> int:

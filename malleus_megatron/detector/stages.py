@@ -1,10 +1,9 @@
-"""Stage times as measured: what each pipeline costs now, and what it would cost healthy."""
+"""Stage times as measured: what each pipeline costs now."""
 
 from collections.abc import Mapping
 
 from malleus_megatron.detector.smoothing import Window, median_by_gpu, stage_time_s
 from malleus_megatron.plan.plan import Plan
-from malleus_megatron.plan.rates import HEALTHY, Rates
 
 type StageTimes = tuple[tuple[float, ...], ...]
 """Forward plus backward of one micro-batch in seconds, per pipeline and stage."""
@@ -22,14 +21,6 @@ def measured_stage_times(window: Window, plan: Plan) -> StageTimes | None:
         None while a stage has no GPU with a usable measurement.
     """
     return _slowest_of_each_stage(median_by_gpu(window, stage_time_s), plan)
-
-
-def healthy_stage_times(window: Window, plan: Plan, rates: Rates) -> StageTimes | None:
-    """The same with every GPU's time divided by its rate."""
-    rate = dict(rates)
-    times = median_by_gpu(window, stage_time_s)
-    healthy = {gpu: time_s / rate.get(gpu, HEALTHY) for gpu, time_s in times.items()}
-    return _slowest_of_each_stage(healthy, plan)
 
 
 def _slowest_of_each_stage(times: Mapping[int, float], plan: Plan) -> StageTimes | None:

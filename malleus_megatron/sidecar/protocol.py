@@ -11,7 +11,13 @@ from typing import Any
 
 from malleus_megatron.config import Level
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
+from malleus_megatron.control.values import (
+    Decision,
+    Detection,
+    Freedom,
+    JobDescription,
+    Observation,
+)
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.cluster import Cluster
@@ -31,7 +37,7 @@ from malleus_megatron.plan.fields import (
     required,
 )
 from malleus_megatron.plan.problem_codec import memory_from_json
-from malleus_megatron.plan.rates import Rates
+from malleus_megatron.plan.rates import HEALTHY, Rates
 
 SCHEMA_VERSION = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
@@ -192,6 +198,8 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         "iteration": decision.iteration,
         "rates": rates_to_json(decision.rates),
         "stragglers": list(decision.stragglers),
+        "detections": [asdict(detection) for detection in decision.detections],
+        "common_rate": decision.common_rate,
         "ignored": list(decision.ignored),
         "step_time_s": decision.step_time_s,
         "offer": None if decision.offer is None else plan_to_json(decision.offer),
@@ -206,10 +214,24 @@ def decision_from_json(body: dict[str, Any]) -> Decision:
         iteration=as_int(required(body, "iteration", "answer"), "iteration"),
         rates=rates_from_json(required(body, "rates", "answer"), "rates"),
         stragglers=_whole_numbers(body, "stragglers", "answer"),
+        detections=tuple(
+            _detection(detection) for detection in as_list(body.get("detections", []), "detections")
+        ),
+        common_rate=as_float(body.get("common_rate", HEALTHY), "common_rate"),
         ignored=_whole_numbers(body, "ignored", "answer"),
         step_time_s=None if step_time_s is None else as_float(step_time_s, "step_time_s"),
         offer=None if offer is None else plan_from_json(offer, "offer"),
         warning=str(body.get("warning", "")),
+    )
+
+
+def _detection(document: Any) -> Detection:
+    body = as_dict(document, "detections")
+    return Detection(
+        **{
+            part.name: as_int(required(body, part.name, "detections"), f"detections.{part.name}")
+            for part in fields(Detection)
+        }
     )
 
 

@@ -68,7 +68,7 @@ class ControlledJob:
     def is_settled(self) -> bool:
         """True once every count of the controller has run out without an offer."""
         policy = self._policy
-        longest = max(policy.patience, policy.long_patience, policy.window)
+        longest = max(policy.patience, policy.long_patience, policy.window, policy.long_window)
         return self._quiet > policy.window + longest + policy.offer_timeout_iterations
 
     def after(self, iteration: int, rates: Rates) -> Change | None:

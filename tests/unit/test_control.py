@@ -126,7 +126,7 @@ def test_a_gpu_that_recovers_brings_the_equal_counts_back() -> None:
     job.run(4, {0: 3.0})
     job.run(3, {0: 3.0})
     assert job.plan.microbatch_counts == (4, 12)
-    job.run(8)
+    job.run(Policy().long_patience + Policy().patience + 1)
     assert job.plan == grid()
     assert len(job.offers) == 2
 
@@ -166,7 +166,16 @@ def test_nothing_is_decided_before_the_window_is_full() -> None:
 def test_the_gain_must_last() -> None:
     job = SimulatedJob(grid(), policy=Policy(window=1, patience=3))
     job.run(2, {0: 3.0})
-    job.run(1)
+    assert job.offers == []
+    assert job.run(1, {0: 3.0}).offer is not None
+
+
+def test_what_stops_before_it_is_certain_is_counted_anew() -> None:
+    job = SimulatedJob(grid(), policy=Policy(window=3, patience=1))
+    for _ in range(3):
+        job.run(2, {0: 3.0})
+        job.run(2)
+    assert job.offers == []
     job.run(2, {0: 3.0})
     assert job.offers == []
     assert job.run(1, {0: 3.0}).offer is not None

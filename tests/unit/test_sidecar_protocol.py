@@ -10,7 +10,7 @@ import pytest
 
 from malleus_megatron.config import Level
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.control.values import Decision, Freedom
+from malleus_megatron.control.values import Decision, Detection, Freedom
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.cluster import Cluster
 from malleus_megatron.plan.plan import PlanningNote, Prediction
@@ -129,6 +129,8 @@ def test_a_decision_comes_back_with_its_offer() -> None:
         iteration=9,
         rates=Rates.of({0: 1.01, 1: math.inf, 2: 3.0}),
         stragglers=(1, 2),
+        detections=(Detection(gpu=1, since=4, named=6), Detection(gpu=2, since=1, named=9)),
+        common_rate=1.5,
         ignored=(3,),
         step_time_s=9.6,
         offer=offer,

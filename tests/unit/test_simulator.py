@@ -114,6 +114,21 @@ def test_malleus_moves_around_a_straggler_and_back_when_it_recovers() -> None:
     assert run.total_s < by_name(simulation)["stock"].total_s
 
 
+def test_a_gpu_that_is_faster_than_the_others_moves_nothing() -> None:
+    simulation = played(job(), slow(1, 0.8, 1), num_iterations=100, names=["malleus"])
+    assert simulation.runs[0].changes == ()
+
+
+@pytest.mark.parametrize("rate", [1.2, 1.3])
+def test_a_small_rate_is_planned_for(rate: float) -> None:
+    simulation = played(job(), slow(1, rate), num_iterations=60, names=["malleus"])
+    (change,) = simulation.runs[0].changes
+    assert change.plan.predicted is not None
+    assert change.plan.predicted.step_time_s == pytest.approx(
+        step_times(simulation.runs[0])[-1], rel=SLACK - 1
+    )
+
+
 def test_a_standby_gpu_is_probed_and_taken_back() -> None:
     simulation = played(job(), slow(1, 30.0, 6, 60), num_iterations=120, names=["malleus"])
     (run,) = simulation.runs
