@@ -118,9 +118,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             setup = replace(setup, decision=without_reshape(get_args(), str(reason)))
     widths = None if ground is None else ground.widths
     current = CurrentPlan(nominal, setup.decision.level, widths)
-    clock = None
-    reporter = None
-    error = None
+    clock = reporter = error = None
     try:
         check_required(setup.decision, setup.config.require)
         check_plans(setup.inputs, current, get_args(), memory)
