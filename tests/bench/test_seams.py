@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.bench, pytest.mark.timeout(1500)]
 
 GRID = Grid(pipelines=4, stages=2, num_microbatches=16, num_layers=8)
 PACE = {"layer_forward_s": {"1": 0.03}, "layer_backward_s": {"1": 0.06}}
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather".split()
 ITERATIONS = 16
 WARM_UP = 3
 ROUNDS = 2
@@ -29,7 +30,8 @@ def step_times(folder: Path, *flags: str, env: dict[str, str] | None = None) -> 
         GRID.world,
         [
             *("-m", "tests.bench.timed_job", *TINY_GPT, *GRID.flags),
-            *("--num-layers", str(GRID.num_layers), "--train-iters", str(ITERATIONS), *flags),
+            *("--num-layers", str(GRID.num_layers), "--train-iters", str(ITERATIONS)),
+            *(*OVERLAP, *flags),
         ],
         env={"STEP_TIMES": str(times), **(env or {})},
         timeout_s=400,
@@ -63,4 +65,4 @@ def test_seams_and_the_malleable_path_cost_little(tmp_path: Path) -> None:
             f"from {min(values):.4f} to {max(values):.4f} s over {len(values)} steps (paced)"
         )
     assert median["seams"] <= 1.01 * median["stock"]
-    assert median["malleable"] <= 1.05 * median["stock"]
+    assert median["malleable"] <= 1.02 * median["stock"]
