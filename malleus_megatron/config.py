@@ -26,6 +26,12 @@ def _setting(
     )
 
 
+def _mib(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise BadInputError(f"--malleus-migration-memory is a whole number of MiB, not {text!r}.")
+    return int(text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalleusConfig:
     """Every field but `enabled` is the flag `--malleus-<field>`."""
@@ -53,6 +59,12 @@ class MalleusConfig:
         "where to train; auto takes the GPU if there is one",
         "auto",
         choices=("auto", "cuda", "cpu"),
+    )
+    migration_memory: int | None = _setting(
+        "MiB that a switch of plan may take beyond the larger of the old and the new state; where "
+        "both do not fit, old state is given back as it moves, and there is no way back",
+        convert=_mib,
+        metavar="MIB",
     )
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"

@@ -34,5 +34,11 @@ class MigrationError(MalleusError):
     """State cannot be moved to its next owners. The job stays on the plan that it has."""
 
 
+class StateLostError(MalleusError):
+    """A migration failed when old state had been given back; the job ends on all ranks."""
+
+    on_all_ranks = True
+
+
 class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""

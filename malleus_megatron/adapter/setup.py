@@ -102,7 +102,12 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     if setup.decision.level >= Level.reshape:
         try:
             ground = lay_ground(
-                setup.agreement, setup.containers, setup.collection, built, setup.inputs.pace
+                setup.agreement,
+                setup.containers,
+                setup.collection,
+                built,
+                setup.inputs.pace,
+                migration_mib=setup.config.migration_memory,
             )
         except MigrationError as reason:
             setup = replace(setup, decision=without_reshape(get_args(), str(reason)))

@@ -16,7 +16,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from malleus_megatron import pretrain_gpt
-from malleus_megatron.adapter.reshape import switch as switching
+from malleus_megatron.adapter.reshape import course
 from malleus_megatron.adapter.reshape.stage import StageBuilder
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.errors import MigrationError
@@ -149,7 +149,7 @@ def picture(switch: Switch) -> dict[str, Any]:
 
 def main() -> None:
     saboteur = Saboteur()
-    switching.MAX_ROUND_BYTES = int(os.environ["ROUND_BYTES"])
+    course.MAX_ROUND_BYTES = int(os.environ["ROUND_BYTES"])
     for owner, name in ((Agreement, "together"), (StageBuilder, "model"), (Switch, "_go")):
         replacement = getattr(saboteur, name.removeprefix("_"))
         setattr(owner, name, replacement(getattr(owner, name)))
