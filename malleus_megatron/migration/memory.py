@@ -110,8 +110,9 @@ def choose_course(
     if extra.building > room or extra.freeing + buffers > room:
         raise MigrationError(
             f"beyond the larger of the old and the new state it would take "
-            f"{_mib(extra.whole + SLACK_BYTES + largest_buffers)} MiB to keep both, or "
-            f"{_least(extra, largest_buffers)} MiB to give the old one back on the way; "
+            f"{_least(max(extra.whole, extra.building), 0, largest_buffers)} MiB to keep both, or "
+            f"{_least(extra.freeing, extra.building, largest_buffers)} MiB to give the old one "
+            "back on the way; "
             f"--malleus-migration-memory allows {bound_bytes // MIB} MiB."
         )
     limits = {gpu: max(old.all_bytes(gpu), new.all_bytes(gpu)) + room - buffers for gpu in gpus}
@@ -143,12 +144,8 @@ def _extra(
     return _Extra(whole=max(whole), building=max(built), freeing=max(freeing))
 
 
-def _least(extra: _Extra, largest_buffers: int) -> int:
-    """The bound, in MiB, under which old state can leave on the way."""
-    moving = extra.freeing + SLACK_BYTES
-    with_messages = min(math.ceil(moving * 4 / 3), moving + largest_buffers)
-    return _mib(max(with_messages, extra.building + SLACK_BYTES)) + 1
-
-
-def _mib(num_bytes: int) -> int:
-    return math.ceil(num_bytes / MIB)
+def _least(moving: int, building: int, largest_buffers: int) -> int:
+    """The bound in MiB that has room for one and its messages, and before that for the other."""
+    moving += SLACK_BYTES
+    with_messages = min(moving * 4 / 3, moving + largest_buffers)
+    return max(1, math.ceil(max(with_messages, building + SLACK_BYTES) / MIB))

@@ -38,11 +38,12 @@ class Blocks:
             for storage, _ in storages:
                 if not storage.resizable():
                     raise MigrationError(
-                        f"the memory of {name} cannot be given back: torch has not allocated it"
+                        f"the memory of {name} cannot be given back: it is not torch's own, or "
+                        "was shown to numpy."
                     )
                 owner = owners.setdefault(storage._cdata, name)  # noqa: SLF001 - its identity
                 if owner != name:
-                    raise MigrationError(f"{name} lies in the memory of {owner}")
+                    raise MigrationError(f"{name} lies in the memory of {owner}.")
 
     def free(self, names: Iterable[str]) -> None:
         """Give back the memory of these blocks."""

@@ -65,6 +65,7 @@ def run_job(
     *,
     iterations: int,
     env: Mapping[str, str],
+    flags: Sequence[str] = (),
     timeout_s: float = 110.0,
 ) -> Path:
     """Run a script's job, which switches plans at iterations; every rank ends with status 0.
@@ -80,7 +81,7 @@ def run_job(
     ours: list[str | Path] = [
         *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
         *("--malleus-plan-schedule", write_json(folder / "schedule.json", entries)),
-        *("--malleus-record", record, "--malleus-log-dir", folder),
+        *("--malleus-record", record, "--malleus-log-dir", folder, *flags),
     ]
     run_script(
         recipe.grid.world,
