@@ -1,6 +1,6 @@
 """A job that makes a tour of plans between two steps, and compares what it holds bit for bit.
 
-Before iteration TOUR_AT every rank goes nominal -> B -> C -> nominal -> B -> C -> B -> nominal.
+Before iteration $TOUR_AT every rank goes nominal -> B -> C -> nominal -> B -> C -> B -> nominal.
 Each rank leaves in $LOGS what it saw of every move. Before each of $CHECK_AT's iterations all
 owners of a slice compare their bits. $BUFFER_BYTES, if set, bounds the buffers of shares.
 """
@@ -31,7 +31,7 @@ from malleus_megatron.plan.codec import read_plan
 from malleus_megatron.plan.plan import Plan
 from tests.harness.painting import local_slices, lower_bound_bytes
 
-TOUR_AT = 3
+TOUR_AT = int(os.environ.get("TOUR_AT", "3"))
 TOUR = ("B", "C", "nominal", "B", "C", "B", "nominal")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
