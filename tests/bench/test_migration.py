@@ -6,6 +6,7 @@ to a plan without GPU 3. The scale is what fits into half of the free memory, at
 parameters; MIGRATION_BENCH_SCALE sets it by hand (1/8 for a first look).
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -138,6 +139,7 @@ def allocated(
 def migrate(scale: Fraction, gives_back: bool) -> Measured:
     """On every rank: ours and the plain way by turns, in one process."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     agreement, gpu = Agreement(timedelta(minutes=5)), dist.get_rank()
     model = decoder(scale)
     held, needed = (holdings_of(model, plan) for plan in plans(model.num_layers))
@@ -163,6 +165,17 @@ def migrate(scale: Fraction, gives_back: bool) -> Measured:
         plain_seconds=min(plain),
         predicted_seconds=predicted_seconds(batches, speeds),
     )
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, as a GPU's allocator does.
+
+    Else the kernel clears every page of new state once more, at 1 GiB/s or so.
+    """
+    trim_threshold, mmap_max = -1, -4  # of mallopt(3)
+    library = ctypes.CDLL(None)
+    assert library.mallopt(trim_threshold, 2**31 - 1)
+    assert library.mallopt(mmap_max, 0)
 
 
 def _size(holding: Holding) -> int:

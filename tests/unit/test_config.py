@@ -25,7 +25,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--num-layers 4 --malleus --malleus-plan a.json --lr 1e-3 --malleus-plan-schedule=s.json "
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
-        "--malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
+        "--malleus-migration-memory 512 --malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
     assert rest == "--num-layers 4 --lr 1e-3 --bf16 --data-path 0.5 a 0.5 b".split()
@@ -39,6 +39,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         require=Level.rebalance,
         device="cpu",
         sidecar="http://127.0.0.1:80",
+        migration_memory=512,
         record=Path("losses.jsonl"),
     )
 
@@ -67,6 +68,8 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
         ("--malleus --malleus-plan", "--malleus-plan: expected one argument"),
         ("--malleus --malleus-require much", "--malleus-require: invalid choice: 'much'"),
         ("--malleus --malleus-device tpu", "--malleus-device: invalid choice: 'tpu'"),
+        ("--malleus --malleus-migration-memory 0", "a whole number of MiB, not '0'"),
+        ("--malleus --malleus-migration-memory 1.5", "a whole number of MiB, not '1.5'"),
         ("--malleus=yes", "--malleus: ignored explicit argument 'yes'"),
     ],
 )
@@ -87,6 +90,7 @@ def test_a_wrong_flag_is_refused_by_name(line: str, said: str) -> None:
         ("--malleus-log-dir", "out"),
         ("--malleus-require", "observe"),
         ("--malleus-sidecar", "none"),
+        ("--malleus-migration-memory", "64"),
     ],
 )
 def test_what_would_be_ignored_without_malleus_is_refused(flag: str, value: str) -> None:
