@@ -59,7 +59,7 @@ unit: $(READY) ## the pure packages
 arch: $(READY) ## who may import what, sizes, words, flags
 	@$(PYTEST) tests/architecture -q
 
-bench: $(READY) ## planner, migration planning, cost of the seams (paced), simulator; some minutes
+bench: $(READY) ## planner, migrations, cost of the seams (paced), simulator; some minutes
 	@$(PY) scripts/bench_planner.py
 	@$(PYTEST) tests/bench -s -q
 

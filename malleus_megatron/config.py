@@ -81,6 +81,12 @@ class MalleusConfig:
         "auto",
         choices=("auto", "cuda", "cpu"),
     )
+    migration_memory: float | None = _setting(
+        "MiB that a switch of plan may take beyond the larger of the old and the new state; where "
+        "both do not fit, old state is given back as it moves, and there is no way back",
+        convert=_mib,
+        metavar="MIB",
+    )
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
     )

@@ -38,5 +38,11 @@ class ReplicaError(MalleusError):
     """GPUs that must hold the same parameters do not, and the job was told to stop then."""
 
 
+class StateLostError(MalleusError):
+    """A migration failed when old state had been given back; the job ends on all ranks."""
+
+    on_all_ranks = True
+
+
 class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""

@@ -11,9 +11,10 @@ from megatron.training import training
 from torch import Tensor
 
 from malleus_megatron.adapter.report import Reporter
+from malleus_megatron.adapter.reshape.course import MAX_ROUND_BYTES
 from malleus_megatron.adapter.reshape.stage import RankStage
 from malleus_megatron.adapter.reshape.state import RankState, parameters_of, parts_of, state_of
-from malleus_megatron.adapter.reshape.switch import MAX_ROUND_BYTES, Switch
+from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.reshape.view import nominal_view
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.errors import MigrationError, ReplicaError

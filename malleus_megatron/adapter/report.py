@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
@@ -205,13 +205,15 @@ class Reporter:
             iteration,
             generation=current.generation,
             bytes=total,
-            seconds=migration.seconds,
+            **asdict(migration.times),
             peak_extra_bytes=migration.peak_extra_bytes,
+            gave_back=migration.gave_back,
             received_bytes=list(migration.received_bytes),
             needed_bytes=list(migration.needed_bytes),
         )
         self._say(
-            f"iteration {iteration}: moved {total / 2**20:.1f} MiB in {migration.seconds:.2f} s"
+            f"iteration {iteration}: moved {total / 2**20:.1f} MiB in "
+            f"{migration.times.seconds:.2f} s"
         )
         self.describe(current)
 

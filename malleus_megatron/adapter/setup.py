@@ -109,9 +109,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     ground = memory = None
     if setup.decision.level >= Level.reshape:
         try:
-            ground = lay_ground(
-                setup.agreement, setup.containers, setup.collection, built, setup.inputs.pace
-            )
+            ground = _ground(setup, built)
             memory = _memory(setup, ground, nominal)
         except MigrationError as reason:
             ground = None
@@ -161,6 +159,17 @@ def _probe(setup: JobSetup, device: torch.device) -> Probe:
         device=device,
         pace=setup.inputs.pace,
         injection=setup.inputs.injection,
+    )
+
+
+def _ground(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Ground:
+    return lay_ground(
+        setup.agreement,
+        setup.containers,
+        setup.collection,
+        built,
+        setup.inputs.pace,
+        migration_mib=setup.config.migration_memory,
     )
 
 

@@ -60,7 +60,7 @@ def _set_states(original: Callable[..., None]) -> Callable[..., None]:
     return set_states
 
 
-def allocate(adam: torch.optim.Optimizer) -> None:
+def allocate(adam: Any) -> None:
     """Make the state that torch's Adam would make in its first step, where there is none."""
     for group in adam.param_groups:
         for parameter in group["params"]:

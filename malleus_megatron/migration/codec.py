@@ -18,7 +18,7 @@ def holdings_to_bytes(holdings: Iterable[Holding]) -> bytes:
         kinds.setdefault(kind, []).append(
             [
                 *(box.offset, box.shape, holding.name),
-                *(holding.replica, holding.depth, holding.optimizer_group),
+                *(holding.replica, holding.depth, holding.optimizer_group, holding.block),
             ]
         )
     document = [[*kind, boxes] for kind, boxes in kinds.items()]
@@ -37,7 +37,8 @@ def holdings_from_bytes(payload: bytes) -> tuple[Holding, ...]:
             replica=replica,
             depth=depth,
             optimizer_group=optimizer_group,
+            block=block,
         )
         for key, global_shape, element_bytes, boxes in json.loads(zlib.decompress(payload))
-        for offset, shape, name, replica, depth, optimizer_group in boxes
+        for offset, shape, name, replica, depth, optimizer_group, block in boxes
     )

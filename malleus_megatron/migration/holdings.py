@@ -34,6 +34,8 @@ class Holding:
     are ready first."""
     optimizer_group: int = 0
     """Of a parameter: with which others the optimizer shares learning rate and weight decay."""
+    block: str = ""
+    """Tensors of a GPU with the same one come into memory and leave it together."""
 
     @property
     def num_bytes(self) -> int:

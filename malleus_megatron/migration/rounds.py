@@ -1,9 +1,10 @@
 """Transfers in rounds of bounded size, the same on every GPU."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from malleus_megatron.cost.migration import RoundLoad
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.transfers import Transfer
 
@@ -21,6 +22,18 @@ class Round:
     def receives(self, gpu: int) -> tuple[Transfer, ...]:
         """What this GPU receives."""
         return tuple(move for move in self.transfers if move.destination_gpu == gpu)
+
+    @property
+    def load(self) -> RoundLoad:
+        """What decides how long it takes."""
+        most = {True: 0, False: 0}
+        passed: Counter[tuple[bool, str, int]] = Counter()
+        for move in self.transfers:
+            for end, gpu in (("sends", move.source_gpu), ("receives", move.destination_gpu)):
+                place = move.between_nodes, end, gpu
+                passed[place] += move.num_bytes
+                most[move.between_nodes] = max(most[move.between_nodes], passed[place])
+        return RoundLoad(inside_bytes=most[False], between_bytes=most[True])
 
 
 def cut_into_rounds(transfers: Iterable[Transfer], max_bytes: int) -> tuple[Round, ...]:

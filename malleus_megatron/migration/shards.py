@@ -35,6 +35,11 @@ class ShardGroup:
         """Ascending; the order of their shares."""
         return self.group.owners
 
+    def block(self, kind: str) -> str:
+        """Names one kind of state of the group's share: no other group has the same slice."""
+        first = self.group.slices[0]
+        return f"{kind} of {tensor_name(first.key, first.box)}"
+
     @property
     def is_replicated(self) -> bool:
         """Whether some owner holds what another GPU of its TP group holds too.
@@ -86,12 +91,14 @@ def shard_holdings(
         for gpu in group.owners:
             for piece in group.pieces(gpu):
                 for kind in kinds:
-                    holding = piece_holding(piece, kind, element_bytes, strip)
+                    holding = piece_holding(group, piece, kind, element_bytes, strip)
                     found.setdefault(gpu, []).append(holding)
     return found
 
 
-def piece_holding(piece: Piece, kind: str, element_bytes: int, strip: str) -> Holding:
+def piece_holding(
+    group: ShardGroup, piece: Piece, kind: str, element_bytes: int, strip: str
+) -> Holding:
     """One piece of a share as a holding of one kind of state."""
     first = piece.slice.holdings[0]
     key = f"{kind}.{first.key.removeprefix(strip)}"
@@ -102,4 +109,5 @@ def piece_holding(piece: Piece, kind: str, element_bytes: int, strip: str) -> Ho
         element_bytes=element_bytes,
         name=tensor_name(key, piece.box),
         depth=piece.slice.depth,
+        block=group.block(kind),
     )

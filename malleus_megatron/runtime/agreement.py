@@ -87,19 +87,19 @@ class Agreement:
         return cast("T", result)
 
     def first_text(self, text: str | None) -> str | None:
-        """Give every rank the text of the lowest rank that has one; None if no rank has."""
-        encoded = b"" if text is None else text.encode()[:_MAX_TEXT_BYTES]
-        mine = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
-        mine[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[
-            : len(encoded)
-        ]
-        texts = torch.empty(self.world_size * _MAX_TEXT_BYTES, dtype=torch.uint8)
-        self._wait(dist.all_gather_into_tensor(texts, mine, group=self._group, async_op=True))
-        for line in texts.view(self.world_size, _MAX_TEXT_BYTES).tolist():
-            found = bytes(line).rstrip(b"\0").decode(errors="replace")
-            if found:
-                return found
-        return None
+        """Give every rank the text of the lowest rank that has one; None if no rank has.
+
+        As long as none has, one number is all that passes.
+        """
+        first = torch.tensor([self.rank if text else self.world_size])
+        self._wait(dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group, async_op=True))
+        source = int(first)
+        if source == self.world_size:
+            return None
+        encoded = (text or "").encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
+        found = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._wait(dist.broadcast(found, src=source, group=self._group, async_op=True))
+        return bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def first_difference(self, text: str) -> str | None:
         """On every rank: how a rank's text differs from rank 0's, or None if all are equal.

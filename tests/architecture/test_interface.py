@@ -21,6 +21,7 @@ FLAGS = [
     "--malleus-log-dir",
     "--malleus-require",
     "--malleus-device",
+    "--malleus-migration-memory",
     "--malleus-sidecar",
     "--malleus-check-replicas",
     "--malleus-on-bad-replica",

@@ -1,7 +1,8 @@
 """A job whose switches of plan fail: in one guarded step after the other, each on another rank.
 
 Attempt after attempt, each step of a migration fails once; then one succeeds. Each rank leaves in
-$LOGS what it saw of every attempt.
+$LOGS what it saw of every attempt. $ROUND_BYTES bounds the rounds, and $BUFFER_BYTES, if set, the
+buffers of shares.
 """
 
 import json
@@ -16,10 +17,10 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from malleus_megatron import pretrain_gpt
-from malleus_megatron.adapter.reshape import switch as switching
+from malleus_megatron.adapter.reshape import course, making
 from malleus_megatron.adapter.reshape.stage import StageBuilder
 from malleus_megatron.adapter.reshape.switch import Switch
-from malleus_megatron.errors import MigrationError
+from malleus_megatron.errors import MigrationError, StateLostError
 from malleus_megatron.runtime.agreement import Agreement
 from tests.e2e.there_and_back import differing, state_bits
 
@@ -37,6 +38,7 @@ class Fault:
     message: str
 
 
+STRIDE = int(os.environ.get("STRIDE", "1"))
 SPECIAL = (
     Fault(
         step="building the stage",
@@ -46,14 +48,14 @@ SPECIAL = (
     ),
     Fault(step="copying what is here", rank=1, error=RuntimeError, message=""),
 )
-"""The first attempts; from then on the k-th step fails in the k-th attempt."""
+"""The first attempts; then the k-th step fails in the k-th attempt, or k-th $STRIDE."""
 
 
 def fault_of(attempt: int) -> Fault:
     number = attempt - len(SPECIAL)
     if number < 0:
         return SPECIAL[attempt]
-    return Fault(step=number, rank=number % 4, error=RuntimeError, message="it fails here")
+    return Fault(step=number * STRIDE, rank=number % 4, error=RuntimeError, message="it fails here")
 
 
 @dataclass(kw_only=True)
@@ -66,6 +68,8 @@ class Attempt:
     """What is not as before, after a failure."""
     left_over: int = 0
     """Models built for it that are still in memory."""
+    gradients: list[str] = field(default_factory=list)
+    """Of the old stage's buffers, those that a failure did not leave as zeros."""
 
 
 class Saboteur:
@@ -106,6 +110,10 @@ class Saboteur:
                 migration = original(switch, see, plan, iteration)
             except MigrationError as met:
                 attempt.error = str(met)
+            except StateLostError as lost:
+                attempt.error = str(lost)
+                self._write(switch)
+                raise
             finally:
                 self._going = False
             if attempt.error is None:
@@ -113,6 +121,7 @@ class Saboteur:
                 return migration
             attempt.left_over = sum(built() is not None for built in self._built)
             attempt.changed = differing(before, picture(switch))
+            attempt.gradients = gradients_amiss(switch)
             self._write(switch)
             raise MigrationError(attempt.error)
 
@@ -132,6 +141,16 @@ def _failing(step: Callable[[], Any], fault: Fault, what: str) -> Callable[[], A
     return fail
 
 
+def gradients_amiss(switch: Switch) -> list[str]:
+    """Gradient buffers that are not what a step needs at its begin: there, and zeros."""
+    buffers = [buffer for chunk in switch.model for buffer in chunk.buffers]
+    return [
+        f"buffer {number}"
+        for number, buffer in enumerate(buffers)
+        if not buffer.grad_data.untyped_storage().nbytes() or buffer.grad_data.any()
+    ]
+
+
 def picture(switch: Switch) -> dict[str, Any]:
     """Everything that a failed attempt must leave alone: bits, random streams, settings."""
     config = switch._builder.config
@@ -149,7 +168,9 @@ def picture(switch: Switch) -> dict[str, Any]:
 
 def main() -> None:
     saboteur = Saboteur()
-    switching.MAX_ROUND_BYTES = int(os.environ["ROUND_BYTES"])
+    course.MAX_ROUND_BYTES = int(os.environ["ROUND_BYTES"])
+    if "BUFFER_BYTES" in os.environ:
+        making.MAX_BUFFER_BYTES = int(os.environ["BUFFER_BYTES"])
     for owner, name in ((Agreement, "together"), (StageBuilder, "model"), (Switch, "_go")):
         replacement = getattr(saboteur, name.removeprefix("_"))
         setattr(owner, name, replacement(getattr(owner, name)))

@@ -65,9 +65,11 @@ def run_job(
     *,
     iterations: int,
     env: Mapping[str, str],
+    flags: Sequence[str] = (),
     timeout_s: float = 110.0,
+    expect_exit: int = 0,
 ) -> Path:
-    """Run a script's job, which switches plans at iterations; every rank ends with status 0.
+    """Run a script's job, which switches plans at iterations; every rank ends with the same status.
 
     Returns:
         The job's record. Events and the ranks' logs lie beside it.
@@ -81,12 +83,14 @@ def run_job(
         *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
         *("--malleus-plan-schedule", write_json(folder / "schedule.json", entries)),
         *("--malleus-record", record, "--malleus-log-dir", folder),
+        *flags,
     ]
     run_script(
         recipe.grid.world,
         ["-m", f"tests.e2e.{script}", *words, *ours],
         env={"LOGS": str(folder), "PLANS": str(folder), **env},
         timeout_s=timeout_s,
+        expect_exit=expect_exit,
     )
     return record
 
@@ -120,6 +124,7 @@ def test_a_switch_that_fails_on_one_rank_is_a_switch_that_no_rank_makes(tmp_path
     faults += [(step, number % 4) for number, step in enumerate(steps)]
     for log in logs:
         assert [attempt["changed"] for attempt in log] == [[]] * (len(faults) + 1)
+        assert [attempt["gradients"] for attempt in log] == [[]] * (len(faults) + 1)
         assert [attempt["left_over"] for attempt in log] == [0] * (len(faults) + 1)
         assert [attempt["error"] is None for attempt in log] == [False] * len(faults) + [True]
         assert log[-1]["steps"] == steps

@@ -1,8 +1,8 @@
 """A job that makes a tour of plans between two steps, and compares what it holds bit for bit.
 
-Before iteration TOUR_AT every rank goes nominal -> B -> C -> nominal -> B -> C -> B -> nominal.
+Before iteration $TOUR_AT every rank goes nominal -> B -> C -> nominal -> B -> C -> B -> nominal.
 Each rank leaves in $LOGS what it saw of every move. Before each of $CHECK_AT's iterations all
-owners of a slice compare their bits.
+owners of a slice compare their bits. $BUFFER_BYTES, if set, bounds the buffers of shares.
 """
 
 import gc
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from malleus_megatron import pretrain_gpt
 from malleus_megatron.adapter.job import Job
+from malleus_megatron.adapter.reshape import making
 from malleus_megatron.adapter.reshape.state import inner_optimizers, state_of
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.migration.codec import holdings_from_bytes, holdings_to_bytes
@@ -30,7 +31,7 @@ from malleus_megatron.plan.codec import read_plan
 from malleus_megatron.plan.plan import Plan
 from tests.harness.painting import local_slices, lower_bound_bytes
 
-TOUR_AT = 3
+TOUR_AT = int(os.environ.get("TOUR_AT", "3"))
 TOUR = ("B", "C", "nominal", "B", "C", "B", "nominal")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -108,7 +109,10 @@ class Tour:
     def whole_state(self) -> tuple[Whole, list[str]]:
         """The global tensors, put together from all ranks; and keys that owners dispute."""
         state = state_of(self._switch._stage(), self._switch._builder.config)
-        tensors = {one.name: _bits(state.tensors[one.name]).numpy() for one in state.holdings}
+        # Copies: what numpy has once seen in place, torch gives back to nobody.
+        tensors = {
+            one.name: _bits(state.tensors[one.name]).clone().numpy() for one in state.holdings
+        }
         whole: Whole = {}
         known: dict[str, NDArray[np.bool_]] = {}
         disputed = set()
@@ -135,6 +139,8 @@ class Tour:
         return {
             "alive": [name for name, reference in old.items() if reference() is not None],
             "watched": len(old),
+            "extra_bytes": migration.peak_extra_bytes,
+            "gave_back": migration.gave_back,
             "received": list(migration.received_bytes),
             "missing": [missing.get(gpu, 0) for gpu in range(self._agreement.world_size)],
         }
@@ -199,6 +205,8 @@ def touring(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def main() -> None:
+    if "BUFFER_BYTES" in os.environ:
+        making.MAX_BUFFER_BYTES = int(os.environ["BUFFER_BYTES"])
     Job.begin_iteration = touring(Job.begin_iteration)  # type: ignore[method-assign]
     pretrain_gpt.main()
 

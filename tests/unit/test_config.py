@@ -27,7 +27,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
         "--malleus-check-replicas 20 --malleus-on-bad-replica repair --malleus-memory 7e4 "
-        "--malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
+        "--malleus-migration-memory 512 --malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
     assert rest == "--num-layers 4 --lr 1e-3 --bf16 --data-path 0.5 a 0.5 b".split()
@@ -44,6 +44,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         check_replicas=20,
         on_bad_replica="repair",
         memory=70000.0,
+        migration_memory=512,
         record=Path("losses.jsonl"),
     )
 
@@ -85,6 +86,8 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
             "--malleus --malleus-on-bad-replica mend",
             "--malleus-on-bad-replica: invalid choice: 'mend'",
         ),
+        ("--malleus --malleus-migration-memory 0", "'0' is no number of MiB above 0"),
+        ("--malleus --malleus-migration-memory much", "'much' is no number of MiB above 0"),
         ("--malleus=yes", "--malleus: ignored explicit argument 'yes'"),
     ],
 )
@@ -107,6 +110,7 @@ def test_a_wrong_flag_is_refused_by_name(line: str, said: str) -> None:
         ("--malleus-sidecar", "none"),
         ("--malleus-check-replicas", "0"),
         ("--malleus-on-bad-replica", "stop"),
+        ("--malleus-migration-memory", "64"),
     ],
 )
 def test_what_would_be_ignored_without_malleus_is_refused(flag: str, value: str) -> None:

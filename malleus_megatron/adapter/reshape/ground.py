@@ -44,6 +44,8 @@ def lay_ground(
     collection: Any,
     built: tuple[list[Any], Any, Any],
     pace: Pace | None,
+    *,
+    migration_mib: float | None = None,
 ) -> Ground:
     """Look at what Megatron has built; a collective.
 
@@ -53,6 +55,7 @@ def lay_ground(
         collection: Megatron's process groups.
         built: Model chunks, optimizer, scheduler.
         pace: Layer times of a paced run; only its degrees can be run.
+        migration_mib: Bound on a switch's memory; None: none.
 
     Raises:
         MigrationError: on all ranks, if some rank's state cannot be described.
@@ -68,6 +71,7 @@ def lay_ground(
         groups=Groups(timedelta(minutes=get_args().distributed_timeout_minutes)),
         built=built,
         node_of=node_of,
+        bound_bytes=None if migration_mib is None else int(migration_mib * 2**20),
     )
     agreement.together("describing the model's state", switch.check)
     widths = _widths(builder.padded_vocab_size)

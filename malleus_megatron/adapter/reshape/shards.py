@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from malleus_megatron.migration.owners import Placement
 from malleus_megatron.migration.shards import Piece, ShardGroup
+from malleus_megatron.runtime.blocks import give_back
 from malleus_megatron.runtime.groups import Groups
 
 
@@ -68,7 +69,9 @@ class OwnerShards:
         gradients: Mapping[str, Tensor],
         keeps_main: bool,
     ) -> None:
-        """Allocate the rank's shares; their values are set by `fill` or by a migration.
+        """Make the rank's shares: without memory, which comes with the optimizer's state.
+
+        Their values are set by `fill` or by a migration.
 
         Args:
             groups: Of the whole job.
@@ -97,10 +100,13 @@ class OwnerShards:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the main values from the rank's own parameters, whole in its owner groups."""
+        """Take the main values from the rank's own parameters: owners hold slices whole."""
         for share in self.shares:
-            low, high = share.group.share(self._gpu)
-            share.main.copy_(self._packed(share, self._parameters)[low:high])
+            for piece in share.pieces:
+                holding = piece.slice.holding_of(self._gpu)
+                source = self._parameters[holding.name].view(holding.box.shape)
+                target = share.main[piece.span[0] : piece.span[1]].view(piece.box.shape)
+                target.copy_(source[holding.box.slices_of(piece.box)])
 
     @torch.no_grad()
     def start_sum(self, share: Share) -> InFlight:
@@ -170,6 +176,7 @@ class OwnerShards:
         placements = tuple(group.group.placements(self._gpu))
         device = self._parameters[placements[0].holding.name].device
         main = nn.Parameter(torch.empty(high - low, dtype=torch.float32, device=device))
+        give_back([main])
         # No other rank has these elements: they count in every norm.
         main.tensor_model_parallel = True  # type: ignore[attr-defined]
         return Share(

@@ -12,13 +12,14 @@ import torch
 from megatron.core import optimizer as core_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import Float16Module
 from megatron.training import get_args, get_timers, training
 from megatron.training.initialize import _set_random_seed
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.shards import OwnerShards
-from malleus_megatron.adapter.reshape.view import View
+from malleus_megatron.adapter.reshape.view import View, changed
 
 _SEEDS_APART = 1_000_003
 """Between the seeds of one iteration and the next: far more than Megatron adds for a stage."""
@@ -95,6 +96,29 @@ class StageBuilder:
         for chunk in chunks:
             chunk.train()
         return list(chunks)
+
+    def outline(self, view: View) -> Any:
+        """The model of a plan's stage without memory on the device: names, shapes, metadata."""
+        config = self.config
+        settings = {"use_cpu_initialization": True, "init_model_with_meta_device": True}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(view.shown_with(config))
+            stack.enter_context(_without_initialisation(config))
+            stack.enter_context(changed(config, settings))
+            stack.enter_context(torch.device("meta"))
+            module = self._model.get_builder_cls()(self._model).build_model(view.collection)
+        in_half = config.bf16 or config.fp16
+        return Float16Module(config, module) if in_half else module
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        """Of an element of a gradient buffer; None: as its parameter."""
+        return 4 if self._containers.ddp.grad_reduce_in_fp32 else None
+
+    @property
+    def copies_parameters(self) -> bool:
+        """Whether Megatron's DDP lays a new stage's parameters into another buffer."""
+        return bool(self._containers.ddp.use_distributed_optimizer)
 
     def stock_optimizer(self, view: View, model: list[Any]) -> Any:
         """Megatron's optimizer for the nominal stage, as Megatron makes it; a collective."""

@@ -6,8 +6,9 @@ span of it where Megatron's distributed optimizer has cut it up.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from malleus_megatron.migration.boxes import Box, Span
 from malleus_megatron.migration.holdings import Holding, tensor_name
 from malleus_megatron.migration.shards import piece_holding
 from malleus_megatron.migration.spans import boxes_of_span
+from malleus_megatron.runtime.blocks import give_back, present
 
 PARAMETER = "parameter"
 MAIN = "main"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+WITH_MAIN = MOMENTS[0]
+"""Whose blocks hold a share's fp32 values too, where those are filled from the parameters."""
 _STEP = "step"
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
@@ -56,11 +60,13 @@ class RankState:
 
     holdings: list[Holding] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    blocks: dict[str, list[Tensor]] = field(default_factory=dict)
+    """What comes into memory and leaves it together; the tensors above are views of these."""
 
     def add(
         self,
         kind: str,
-        parts: Iterable[Part],
+        parts: Sequence[Part],
         flat: Tensor,
         span: Span,
         *,
@@ -75,6 +81,7 @@ class RankState:
             span: Elements of the flat parameter that it has.
             optimizer_group: Of the parameter.
         """
+        block = PARAMETER if kind == PARAMETER else f"{kind} of {_first_name(parts)}"
         for part in parts:
             low = span[0] - part.start
             for box, (start, end) in boxes_of_span(part.box, (low, span[1] - part.start)):
@@ -91,33 +98,52 @@ class RankState:
                         replica=part.replica,
                         depth=part.depth,
                         optimizer_group=optimizer_group,
+                        block=block,
                     )
                 )
 
 
-def state_of(stage: RankStage, config: Any) -> RankState:
+def state_of(stage: RankStage, config: Any, *, with_memory: bool = True) -> RankState:
     """Everything that must move when the stage's owner changes: parameters and optimizer state.
 
     An optimizer that has made no step yet gets its state first: zeros, as its first step would.
+    See `with_optimizer_state` for the arguments.
 
     Raises:
         MigrationError: a parameter without metadata, naming it.
     """
     parts = parts_of(stage.module, stage.view, config)
-    return with_optimizer_state(stage, parts, parameters_of(stage.module, parts))
+    parameters = parameters_of(stage.module, parts)
+    return with_optimizer_state(stage, parts, parameters, with_memory=with_memory)
 
 
-def with_optimizer_state(stage: RankStage, parts: Parts, parameters: RankState) -> RankState:
-    """The parameters, and beside them what the stage's optimizer keeps; see `state_of`."""
-    state = RankState(holdings=[*parameters.holdings], tensors={**parameters.tensors})
+def with_optimizer_state(
+    stage: RankStage, parts: Parts, parameters: RankState, *, with_memory: bool = True
+) -> RankState:
+    """The parameters, and beside them what the stage's optimizer keeps; see `state_of`.
+
+    Args:
+        stage: This rank's.
+        parts: Of its parameters.
+        parameters: Its state so far.
+        with_memory: False: the optimizer's tensors are left without; it comes later.
+    """
+    state = RankState(
+        holdings=[*parameters.holdings],
+        tensors={**parameters.tensors},
+        blocks={PARAMETER: list(stage.module.parameters())},
+    )
     for inner in inner_optimizers(stage.optimizer):
-        _allocate(inner)
+        _allocate(inner, with_memory=with_memory)
         if stage.shards is not None:
-            _add_shares(state, stage.shards, inner)
+            _add_shares(state, stage.shards, inner, with_memory=with_memory)
             continue
         for parameter, span, tensors in _optimizer_tensors(inner):
             for kind, tensor in tensors.items():
-                state.add(kind, parts[id(parameter)], tensor.detach().view(-1), span)
+                own = parts[id(parameter)]
+                state.blocks[f"{kind} of {_first_name(own)}"] = [tensor]
+                with present([tensor], afterwards=with_memory):
+                    state.add(kind, own, tensor.detach().view(-1), span)
     return state
 
 
@@ -165,7 +191,7 @@ def gradients_of(module: Any, parts: Parts) -> dict[str, Tensor]:
     return state.tensors
 
 
-def _add_shares(state: RankState, shards: OwnerShards, inner: Any) -> None:
+def _add_shares(state: RankState, shards: OwnerShards, inner: Any, *, with_memory: bool) -> None:
     """The optimizer's state of each share, piece by piece."""
     for share in shards.shares:
         if not share.main.numel():
@@ -173,11 +199,16 @@ def _add_shares(state: RankState, shards: OwnerShards, inner: Any) -> None:
         tensors = _tensors(share.main, share.main, inner.optimizer.state[share.main])
         if shards.keeps_main:
             tensors[MAIN] = share.main.detach()
-        for piece in share.pieces:
-            for kind, tensor in tensors.items():
-                holding = piece_holding(piece, kind, tensor.element_size(), f"{PARAMETER}.")
-                state.holdings.append(holding)
-                state.tensors[holding.name] = tensor[piece.span[0] : piece.span[1]]
+        for kind, tensor in tensors.items():
+            block = state.blocks.setdefault(share.group.block(kind), [tensor])
+            if kind == WITH_MAIN and not shards.keeps_main:
+                block.append(share.main)
+            size = tensor.element_size()
+            with present(block, afterwards=with_memory):
+                for piece in share.pieces:
+                    holding = piece_holding(share.group, piece, kind, size, f"{PARAMETER}.")
+                    state.holdings.append(holding)
+                    state.tensors[holding.name] = tensor[piece.span[0] : piece.span[1]]
 
 
 def parts_of(module: Any, view: View, config: Any) -> Parts:
@@ -293,11 +324,26 @@ def _metadata(module: Any) -> dict[str, Any]:
     }
 
 
-def _allocate(inner: Any) -> None:
-    if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW):
-        allocate(inner.optimizer)
-    else:
-        inner.init_state_fn(inner.optimizer, inner.config)
+def _allocate(inner: Any, *, with_memory: bool) -> None:
+    adam = inner.optimizer
+    for main in [main for group in adam.param_groups for main in group["params"]]:
+        # One at a time: together they may be more than there is room for.
+        alone = SimpleNamespace(
+            param_groups=[{"params": [main]}],
+            state=adam.state,
+            initialize_state=getattr(adam, "initialize_state", None),
+        )
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            allocate(alone)
+        else:
+            inner.init_state_fn(alone, inner.config)
+        if not with_memory:
+            state = adam.state[main]
+            give_back(value for name, value in state.items() if name in MOMENTS)
+
+
+def _first_name(parts: Sequence[Part]) -> str:
+    return tensor_name(parts[0].key, parts[0].box)
 
 
 def _optimizer_tensors(inner: Any) -> Iterator[tuple[Tensor, Span, dict[str, Tensor]]]:

@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +11,10 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.checkpoint import PlanCheckpoint, checkpoint_of
+from malleus_megatron.adapter.reshape.course import CoursePlanner, Move, leaving_of
 from malleus_megatron.adapter.reshape.gradients import OwnerSums
-from malleus_megatron.adapter.reshape.making import Made, StageMaker
+from malleus_megatron.adapter.reshape.making import StageMaker
+from malleus_megatron.adapter.reshape.room import GradientBuffers, tensors_of
 from malleus_megatron.adapter.reshape.stage import (
     RankStage,
     StageBuilder,
@@ -22,7 +22,6 @@ from malleus_megatron.adapter.reshape.stage import (
     reseed,
 )
 from malleus_megatron.adapter.reshape.state import (
-    RankState,
     parts_of,
     scaler_state,
     set_scaler_state,
@@ -32,18 +31,22 @@ from malleus_megatron.adapter.reshape.state import (
 )
 from malleus_megatron.adapter.reshape.steps import PlanSteps
 from malleus_megatron.adapter.reshape.view import View, nominal_view, view_of
-from malleus_megatron.errors import MigrationError
+from malleus_megatron.errors import MigrationError, StateLostError
 from malleus_megatron.migration.holdings import Holdings
 from malleus_megatron.migration.outcome import Migration
-from malleus_megatron.migration.rounds import Round, cut_into_rounds
-from malleus_megatron.migration.transfers import TransferPlan, plan_transfers
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.groups import Groups
-from malleus_megatron.runtime.transport import Carried, carry_out, copy_own
+from malleus_megatron.runtime.migration_clock import MigrationClock
+from malleus_megatron.runtime.moving import move_batches
+from malleus_megatron.runtime.peak import PeakMemory
+from malleus_megatron.runtime.transport import Carried
 
-MAX_ROUND_BYTES = 256 * 2**20
-"""That a GPU sends, and receives, before the ranks meet again."""
+_NO_WAY_BACK = (
+    "A switch to another plan failed when old state had been given back on the way: {reason} The "
+    "job cannot go on; restart it from its last checkpoint. Without --malleus-migration-memory, or "
+    "with more of it, a switch that fails leaves the job on its plan."
+)
 
 
 class Switch:
@@ -61,6 +64,7 @@ class Switch:
         groups: Groups,
         built: tuple[list[Any], Any, Any],
         node_of: dict[int, int],
+        bound_bytes: int | None = None,
     ) -> None:
         """Begin with what Megatron has built; nothing is changed.
 
@@ -70,6 +74,8 @@ class Switch:
             groups: Process groups by rank set.
             built: Model chunks, optimizer and scheduler that Megatron's loop holds.
             node_of: The node of each GPU.
+            bound_bytes: On memory beyond the larger of the old and the new state; None: none, and
+                both are whole until all has moved.
         """
         self._builder = builder
         self._agreement = agreement
@@ -81,7 +87,10 @@ class Switch:
         self._model, self._optimizer, self._scheduler = built
         self._node_of = node_of
         self._nominal = nominal_view(builder.config, builder.collection)
+        self._planner = CoursePlanner(builder, agreement, node_of=node_of, bound_bytes=bound_bytes)
+        self._clock = MigrationClock()
         self._held: Holdings | None = None
+        self._nominal_held: Holdings | None = None
         self.view = self._nominal
         self.steps: PlanSteps | None = None
         """None under the nominal plan: there Megatron's own schedule runs."""
@@ -159,25 +168,35 @@ class Switch:
         return self._go(lambda: view_of(plan, gpu, self._groups, config), plan, iteration)
 
     def _go(self, see: Callable[[], View], plan: Plan | None, iteration: int) -> Migration:
-        started = time.perf_counter()
+        self._clock.begin(self._agreement, self._node_of)
+        gradients = GradientBuffers(self._model)
+        memory = PeakMemory(tensors_of(self._stage()))
         reason = move = None
-        try:
-            move = self._prepared(see, plan)
-            carried = self._carry_out(move)
-        except MigrationError as error:
-            reason = str(error)
+        with memory.watched():
+            # What a step leaves of gradients, the next one would throw away.
+            self._optimizer.zero_grad()
+            gradients.drop()
+            try:
+                move = self._prepared(see, plan, memory)
+                carried = self._carry_out(move)
+            except MigrationError as error:
+                if move is not None and move.is_final:
+                    raise StateLostError(_NO_WAY_BACK.format(reason=error)) from error
+                reason = str(error)
         if reason is not None or move is None:
             # Nothing may refer to the new stage any more, neither this frame nor the traceback.
             move = None
             _free()
+            gradients.restore()
             raise MigrationError(reason)
         self._commit(move, iteration)
-        move.old.tensors.clear()
+        move.forget_old()
         self._groups.trim()
         _free()
-        return self._report(move, carried, started)
+        memory.end(tensors_of(self._stage()))
+        return self._report(move, carried, memory.extra_bytes)
 
-    def _prepared(self, see: Callable[[], View], plan: Plan | None) -> "_Move":
+    def _prepared(self, see: Callable[[], View], plan: Plan | None, memory: PeakMemory) -> Move:
         """Everything up to the first message; each part on all ranks or on none."""
         together, config = self._agreement.together, self._builder.config
         if plan is not None:
@@ -186,28 +205,42 @@ class Switch:
         together("completing the parameters", self.complete_parameters)
         view = together("finding the rank's place", see)
         old = together("listing the old state", lambda: state_of(self._stage(), config))
-        held = self._maker.all_holdings(old) if self._held is None else self._held
-        made = self._maker.make(view)
-        transfers = together(
-            "planning the transfers", lambda: plan_transfers(held, made.needed, self._node_of)
-        )
-        rounds = together(
-            "planning the rounds", lambda: cut_into_rounds(transfers.transfers, MAX_ROUND_BYTES)
-        )
+        if self._held is None or self._nominal_held is None:
+            # Every job begins under the nominal plan.
+            self._held = self._nominal_held = self._maker.all_holdings(old)
+        held = self._held
+        planner = self._planner
+        ends = {"from_nominal": self.is_nominal, "to_nominal": view.is_nominal}
+        if planner.is_bounded:
+            needed = self._nominal_held if view.is_nominal else self._maker.needed(view)
+            moves, course = planner.plan(held, needed, **ends)
+            made = self._maker.make(view, with_memory=not course.frees)
+            together("comparing the stage", lambda: planner.check_made(made, needed))
+        else:
+            made = self._maker.make(view)
+            moves, course = planner.plan(held, made.needed, **ends)
+        leaving = None
+        if course.frees:
+            leaving = together("looking at the memory", lambda: leaving_of(old, made, memory))
         steps = None
         if view.seat is not None:
             agree = self._agreement.first_text
             steps = together(
                 "preparing the steps", lambda: PlanSteps(made.stage, config, agree=agree)
             )
-        return _Move(made=made, old=old, transfers=transfers, rounds=rounds, steps=steps)
+        return Move(made=made, old=old, moves=moves, course=course, leaving=leaving, steps=steps)
 
-    def _carry_out(self, move: "_Move") -> Carried:
-        gpu, together = self._agreement.rank, self._agreement.together
-        old, new, stage = move.old.tensors, move.made.state.tensors, move.made.stage
-        mine = [copy for copy in move.transfers.copies if copy.destination_gpu == gpu]
-        together("copying what is here", lambda: copy_own(mine, old, new))
-        carried = carry_out(move.rounds, gpu, old=old, new=new, guard=together)
+    def _carry_out(self, move: Move) -> Carried:
+        together, made, stage = self._agreement.together, move.made, move.made.stage
+        with self._clock.moving(move.course.batches):
+            carried = move_batches(
+                move.course.batches,
+                self._agreement.rank,
+                old=move.old.tensors,
+                new=made.state.tensors,
+                leaving=move.leaving,
+                guard=together,
+            )
         steps = self._agreement.exchange([step_count(self._optimizer)])
         step = int(max(row[0] for row in steps))
         together("setting the step", lambda: set_step_count(stage.optimizer, step))
@@ -215,9 +248,11 @@ class Switch:
         together("setting the loss scale", lambda: set_scaler_state(stage.optimizer, scaler))
         if stage.shards is not None and not stage.shards.keeps_main:
             together("filling the shares", stage.shards.fill)
+        if move.leaving is not None:
+            together("making room for gradients", made.gradients.restore)
         return carried
 
-    def _commit(self, move: "_Move", iteration: int) -> None:
+    def _commit(self, move: Move, iteration: int) -> None:
         """Put the new stage where Megatron's loop looks; nothing here can fail."""
         config, stage = self._builder.config, move.made.stage
         view = stage.view
@@ -250,30 +285,16 @@ class Switch:
             buckets=self._buckets,
         )
 
-    def _report(self, move: "_Move", carried: Carried, started: float) -> Migration:
-        extra_bytes = carried.peak_buffer_bytes + sum(
-            tensor.numel() * tensor.element_size() for tensor in move.made.state.tensors.values()
-        )
-        seconds = time.perf_counter() - started
-        rows = self._agreement.exchange([seconds, carried.received_bytes, extra_bytes])
-        needed = move.transfers.received_bytes()
+    def _report(self, move: Move, carried: Carried, extra_bytes: int) -> Migration:
+        rows = self._agreement.exchange([*self._clock.row(), carried.received_bytes, extra_bytes])
+        needed = move.moves.received_bytes()
         return Migration(
-            seconds=max(row[0] for row in rows),
-            received_bytes=tuple(int(row[1]) for row in rows),
+            times=self._clock.learn(rows),
+            received_bytes=tuple(int(row[-2]) for row in rows),
             needed_bytes=tuple(needed.get(gpu, 0) for gpu in range(len(rows))),
-            peak_extra_bytes=int(max(row[2] for row in rows)),
+            peak_extra_bytes=int(max(row[-1] for row in rows)),
+            gave_back=move.course.frees,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
-    """A switch in preparation: everything but the step from which there is no way back."""
-
-    made: Made
-    old: RankState
-    transfers: TransferPlan
-    rounds: tuple[Round, ...]
-    steps: PlanSteps | None
 
 
 def _take_over_hooks(old: Sequence[Any], new: Sequence[Any], config: Any) -> None:

@@ -77,7 +77,7 @@ class View:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """Let Megatron's globals say this; outside of it they are nominal."""
-        with _set(parallel_state, self.parallel_state), _set(get_args(), self.args):
+        with changed(parallel_state, self.parallel_state), changed(get_args(), self.args):
             yield
 
     def put_into(self, config: Any) -> None:
@@ -88,7 +88,7 @@ class View:
     @contextlib.contextmanager
     def shown_with(self, config: Any) -> Iterator[None]:
         """As `shown`, and in the config too; it says afterwards what it said before."""
-        with self.shown(), _set(config, self.config):
+        with self.shown(), changed(config, self.config):
             yield
 
 
@@ -220,7 +220,8 @@ def _parallel_state(
 
 
 @contextlib.contextmanager
-def _set(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+def changed(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let an object's attributes have these values for a while."""
     before = {name: getattr(owner, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,0 +1,99 @@
+"""A switch stays within a bound on memory: both states whole, or old state leaves on the way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_reshape_safety import RANKS, events_of, nominal_of, plan_of, run_job
+from tests.harness.recipes import BF16, CLIPPED, LLAMA, Recipe
+from tests.harness.training import Grid
+
+pytestmark = pytest.mark.e2e
+
+MIB = 2**20
+GRID = Grid(pipelines=2, stages=2, num_microbatches=4)
+B = plan_of((4, [((0, 3), 3), ((1,), 1)]), standby=(2,))
+C = plan_of((1, [((3,), 4)]), (3, [((2,), 1), ((0, 1), 3)]))
+
+
+def wide(flags: str) -> Recipe:
+    """So wide that state, 60 MiB in all, outweighs what else is in memory."""
+    return Recipe(name="wide", grid=GRID, flags=f"{LLAMA} {CLIPPED} {flags} --hidden-size 256")
+
+
+def bounded(bound_mib: int, tour_at: int = 3) -> dict[str, Any]:
+    """Shares are cut so finely that some leave before others come."""
+    env = {"TOUR_AT": tour_at, "CHECK_AT": "5,6", "BUFFER_BYTES": MIB, "ROUND_BYTES": 64 * MIB}
+    return {
+        "flags": ["--malleus-migration-memory", str(bound_mib)],
+        "env": {name: str(value) for name, value in env.items()},
+    }
+
+
+def logs_of(folder: Path) -> list[Any]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in RANKS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "bound_mib", "ways"),
+    [
+        (BF16, 10, {True}),
+        (BF16, 20, {True, False}),
+        (BF16, 64, {False}),
+        ("--use-distributed-optimizer", 16, {True, False}),
+    ],
+)
+def test_a_switch_stays_within_its_bound_and_loses_no_bit(
+    flags: str, bound_mib: int, ways: set[bool], tmp_path: Path
+) -> None:
+    """Old state leaves where the bound is tight, for some switches, for none."""
+    at = {4: ("B", B), 5: ("C", C), 6: ("nominal", nominal_of(GRID))}
+    run_job("there_and_back", wide(flags), tmp_path, at, iterations=6, **bounded(bound_mib))
+    for rank, report in enumerate(logs_of(tmp_path)):
+        assert report["disputed"] == {"5": [], "6": []}
+        assert {move["gave_back"] for move in report["tour"]["moves"]} == ways
+        for move in report["tour"]["moves"]:
+            assert (move["differing"], move["lost"], move["disputed"]) == ([], [], [])
+            assert move["alive"] == [], f"rank {rank}, to {move['to']}"
+            assert move["received"] == move["missing"]
+            assert 0 < move["extra_bytes"] <= bound_mib * MIB, f"to {move['to']}"
+    assert events_of(tmp_path, "warning") == []
+    assert {event["gave_back"] for event in events_of(tmp_path, "migration")} <= ways
+
+
+def test_a_bound_that_is_too_low_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    at = dict.fromkeys((2, 3), ("plan", B))
+    # The tour's iteration never comes.
+    run_job("there_and_back", wide(BF16), tmp_path, at, iterations=3, **bounded(2, tour_at=9))
+    messages = [event["message"] for event in events_of(tmp_path, "warning")]
+    assert len(messages) == 2
+    assert "MiB to give the old one back on the way" in messages[0]
+    assert "--malleus-migration-memory allows 2 MiB" in messages[0]
+    assert events_of(tmp_path, "plan") == events_of(tmp_path, "migration") == []
+    assert [event["generation"] for event in events_of(tmp_path, "iteration")] == [0, 0, 0]
+
+
+def test_once_old_state_has_left_a_failure_ends_the_job_on_all_ranks(tmp_path: Path) -> None:
+    """Every third step fails once, and changes nothing; the first that is final ends it."""
+    at = dict.fromkeys(range(2, 40), ("plan", B))
+    settings = bounded(10)
+    settings["env"]["STRIDE"] = "3"
+    run_job("failing_migration", wide(BF16), tmp_path, at, iterations=40, expect_exit=2, **settings)
+    logs = logs_of(tmp_path)
+    steps = logs[0][-1]["steps"]
+    assert "giving back old state" in steps
+    assert "giving back old state" not in logs[0][-2]["steps"]
+    assert len([step for step in steps if step.startswith("unpacking round")]) >= 2
+    for log in logs:
+        assert log[-1]["steps"] == steps
+        assert f"{steps[-1]} failed on rank" in log[-1]["error"]
+        assert "restart it from its last checkpoint" in log[-1]["error"]
+        # Two special faults come first.
+        assert len(log) == 2 + len(steps[::3])
+        for attempt in log[:-1]:
+            assert attempt["error"] is not None
+            assert (attempt["changed"], attempt["gradients"]) == ([], [])
+            assert attempt["left_over"] == 0
+    assert events_of(tmp_path, "migration") == []
