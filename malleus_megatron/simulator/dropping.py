@@ -19,8 +19,8 @@ class DroppingJob:
     """Runs on all nodes, or without those of the slowest stragglers, whichever is fastest.
 
     It acts when the same change has promised `min_gain` for as many iterations as pass before the
-    controller moves state: half a window until medians show a new rate, then a window of patience,
-    and one iteration from offer to switch.
+    controller acts on a large shift: a window until a straggler is named, patience that counts from
+    then on, and one iteration from offer to switch.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class DroppingJob:
         self._best: dict[Rates, Plan] = {}
         self._wanted: Plan | None = None
         self._streak = 0
-        self._patience = max(policy.patience, policy.window) + policy.window // 2 + 1
+        self._patience = policy.window + policy.patience
 
     @property
     def plan(self) -> Plan:

@@ -29,8 +29,8 @@ from malleus_megatron.simulator.trace import situations
 from tests.harness.problems import problem, shared_problem
 
 STEERED = ("malleus", "stock", "rebalance", "equal-tp", "templates", "restart")
-DETECTION = Policy().window + Policy().window // 2 + 1
-"""Iterations from a large shift of a rate to the new layout: medians, patience, one to switch."""
+DETECTION = Policy().window + Policy().patience
+"""Iterations from a large shift of a rate to the new layout: to name it, patience, the switch."""
 SLACK = 1.02
 """The worst of 540 random jobs was 1.013: 1F1B hid a part of the fill that the closed form has."""
 
