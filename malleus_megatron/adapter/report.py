@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.rows import BoundaryRow
@@ -24,6 +24,18 @@ from malleus_megatron.sidecar.client import SidecarClient
 
 _NEWS = 0.05
 """A rate is written again when it has moved by this much of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Named:
+    """A new straggler."""
+
+    gpu: int
+    rate: float
+    since: int | None
+    """The iteration in which it first stood out."""
+    delay: int | None
+    """Iterations from then until that was certain."""
 
 
 class Reporter:
@@ -54,7 +66,7 @@ class Reporter:
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
-        self._unexplained: list[tuple[int, float]] = []
+        self._unexplained: list[_Named] = []
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
@@ -163,11 +175,12 @@ class Reporter:
         """
         if news is not None:
             self._say(news)
-        for gpu, rate in self._unexplained:
-            reason = likely_reason(gpu, readings)
-            self._events.write("straggler", self._iteration, gpu=gpu, rate=rate, reason=reason)
+        for one in self._unexplained:
+            reason = likely_reason(one.gpu, readings)
+            self._events.write("straggler", self._iteration, reason=reason, **asdict(one))
             likely = "" if reason is None else f"; likely: {reason}"
-            self._say(f"GPU {gpu} is a straggler: rate {rate:.2f}{likely}")
+            since = "" if one.since is None else f" since iteration {one.since}"
+            self._say(f"GPU {one.gpu} is a straggler: rate {one.rate:.2f}{since}{likely}")
         self._unexplained.clear()
 
     def reject(self, plan: Plan | None, why: str) -> None:
@@ -274,7 +287,17 @@ class Reporter:
         rates = decision.rates
         self._tell_rates(rates)
         stragglers = frozenset(decision.stragglers)
-        self._unexplained += [(gpu, rates[gpu]) for gpu in sorted(stragglers - self._stragglers)]
+        found = {one.gpu: one for one in decision.detections}
+        for gpu in sorted(stragglers - self._stragglers):
+            one = found.get(gpu)
+            self._unexplained.append(
+                _Named(
+                    gpu=gpu,
+                    rate=rates[gpu],
+                    since=None if one is None else one.since,
+                    delay=None if one is None else one.delay,
+                )
+            )
         for gpu in sorted(self._stragglers - stragglers):
             self._events.write("recovered", self._iteration, gpu=gpu, rate=rates[gpu])
             self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")
