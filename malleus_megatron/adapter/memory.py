@@ -16,7 +16,8 @@ from malleus_megatron.control.memory_model import GpuMemory, ModelSizes
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
-from malleus_megatron.runtime.memory import CpuMeter, CudaMeter, Meter, storage_bytes
+from malleus_megatron.runtime.memory import CpuMeter, CudaMeter, Meter
+from malleus_megatron.runtime.storages import storage_bytes
 
 _MIB = 2**20
 _STATE_BYTES = 12

@@ -1,18 +1,14 @@
-"""How much memory tensors take, now and at most: the CUDA allocator's word, or our own count.
-
-On a CPU nobody counts. There every operation of a watched step is seen, and each storage that it
-makes is counted until it is freed; what an operation uses inside of itself is not seen.
-"""
+"""How much memory tensors take in a step, now and at most: the allocator's word, or a count."""
 
 import contextlib
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from malleus_megatron.runtime.storages import StorageCount
 
 
 class Meter(Protocol):
@@ -64,13 +60,13 @@ class CpuMeter:
 
     def __init__(self) -> None:
         """Nothing is counted yet."""
-        self._count: _StorageCount | None = None
+        self._count: StorageCount | None = None
         self._peak_bytes = 0
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Count what there is and what the step makes."""
-        self._count = _StorageCount(_living_tensors())
+        self._count = StorageCount(_living_tensors())
         try:
             with self._count:
                 yield
@@ -93,62 +89,6 @@ class CpuMeter:
 
     def restart(self) -> None:
         """Every watched step has a peak of its own."""
-
-
-class _StorageCount(TorchDispatchMode):
-    """The bytes of all living storages that it was shown or that an operation gave back."""
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now_bytes = 0
-        self.peak_bytes = 0
-        self._living: dict[int, tuple[weakref.ref[Any], int]] = {}
-        for tensor in tensors:
-            self._note(tensor)
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation and look at what it gives back."""
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self._note(value)
-        return result
-
-    def forget(self) -> None:
-        """Stop counting."""
-        self._living.clear()
-
-    def _note(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001 - the storage's identity: wrappers come and go
-        if key in self._living:
-            return
-        num_bytes = storage.nbytes()
-
-        def freed(_: weakref.ref[Any]) -> None:
-            if self._living.pop(key, None) is not None:
-                self.now_bytes -= num_bytes
-
-        self._living[key] = (weakref.ref(storage, freed), num_bytes)
-        self.now_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of all tensors together; what several share counts once."""
-    storages = {
-        storage._cdata: storage.nbytes()  # noqa: SLF001
-        for storage in (tensor.untyped_storage() for tensor in tensors)
-    }
-    return sum(storages.values())
 
 
 def _living_tensors() -> list[Tensor]:

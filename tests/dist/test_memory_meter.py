@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from malleus_megatron.runtime.memory import CpuMeter, storage_bytes
+from malleus_megatron.runtime.memory import CpuMeter
+from malleus_megatron.runtime.storages import storage_bytes
 
 WIDTH, ROWS, LAYERS = 256, 100, 4
 ACTIVATION = 4 * WIDTH * ROWS
