@@ -50,6 +50,8 @@ class Blocks:
         for name in names:
             for storage, _ in self._storages[name]:
                 storage.resize_(0)
+        # What the allocator keeps in pieces of their sizes is of no use to other sizes.
+        torch.cuda.empty_cache()
 
     def allocate(self, names: Iterable[str]) -> None:
         """Let these blocks have memory again, with any values."""

@@ -46,7 +46,8 @@ pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
 
 WORLD = 8
 ROUND_BYTES = 64 * 2**20
-MAX_RATIO = 1.2
+MAX_RATIO = 2.4
+"""The aim is 1.2; other work on the machine must not fail it."""
 SCALES = [Fraction(1, 2**n) for n in range(6)]
 BYTES_A_PARAMETER = {"whole": 32, "giving back": 20}
 """Of all processes together, at the peak."""
@@ -62,7 +63,7 @@ def decoder(scale: Fraction) -> Decoder:
         num_layers=max(4, int(layers * quarters)),
         hidden=hidden,
         query_groups=hidden,
-        ffn=hidden * 8 // 3,
+        ffn=hidden // 3 * 8,
         vocabulary=8192,
     )
 
@@ -278,4 +279,4 @@ def test_a_migration_is_about_as_fast_as_a_plain_copy(way: str) -> None:
         f"{measured.plain_seconds:.2f} s, ratio {ratio:.2f}; predicted "
         f"{measured.predicted_seconds:.2f} s"
     )
-    assert ratio < 2 * MAX_RATIO
+    assert ratio < MAX_RATIO
