@@ -43,6 +43,8 @@ AS_THEY_ARE = frozenset(
     "--min-offloaded-tensor-size --delta-offload-bytes-across-pp-ranks "
     "--activation-offload-fraction --moe-router-padding-for-fp8 "
     "--moe-permute-fusion-into-hybridep --dist-ckpt-workers --no-stream-ckpt-dequant "
+    # Megatron writes in the background with it alone; CPU mode has a writer of its own.
+    "--use-persistent-ckpt-worker "
     # Generation, not pretraining; and the shapes of layers that a pattern without M never builds.
     "--flash-decode --nccl-all-reduce-for-prefill --decode-only-cuda-graphs "
     "--moe-pad-experts-for-cuda-graph-inference --disable-mamba-mem-eff-path".split()
