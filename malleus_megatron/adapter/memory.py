@@ -213,6 +213,8 @@ class StepMemory:
             yield
             return
         self._marks = []
+        # Gathers under way would end, and give their buffers back, in the middle of what is marked.
+        self._switch.complete_parameters()
         with self.meter.watched():
             yield
         self._reading = self._read(self._marks)

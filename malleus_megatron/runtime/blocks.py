@@ -86,12 +86,3 @@ def present(tensors: Sequence[Tensor], *, afterwards: bool) -> Iterator[None]:
 def _extent(tensor: Tensor) -> int:
     """Bytes of the memory up to the tensor's end, which has no gaps."""
     return (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
-
-
-def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Each once."""
-    found = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found[storage._cdata] = storage  # noqa: SLF001 - its identity
-    return [*found.values()]

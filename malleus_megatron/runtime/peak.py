@@ -49,6 +49,11 @@ class PeakMemory:
         else:
             self.after_bytes = storage_bytes(tensors)
 
+    def forget(self) -> None:
+        """After a switch that failed: its peak is none of the steps to come."""
+        if self._count is None:
+            torch.cuda.reset_peak_memory_stats()
+
     @property
     def extra_bytes(self) -> int:
         """Beyond the larger of before and after."""

@@ -58,7 +58,7 @@ def test_exactly_the_slow_gpus_are_named_at_their_rates(name: str, tmp_path: Pat
     ]
     last = max(end for _, end, _ in case.slow)
     flags: list[Any] = [
-        *("--malleus", "--malleus-log-dir", tmp_path, "--malleus-check-replicas", "0"),
+        *("--num-layers", str(case.grid.num_layers), "--malleus", "--malleus-log-dir", tmp_path),
         *("--malleus-pace", write_json(tmp_path / "pace.json", PACE)),
         *("--malleus-inject", write_json(tmp_path / "injection.json", injected)),
     ]

@@ -22,7 +22,7 @@ from torch import nn
 from malleus_megatron.adapter.reshape.shards import InFlight, OwnerShards, Share
 
 MAX_IN_FLIGHT = 2
-"""Collectives at a time where nothing is overlapped: their buffers need room."""
+"""Collectives at a time outside of the passes: their buffers need room."""
 
 
 class OwnerBuckets:
@@ -41,7 +41,6 @@ class OwnerBuckets:
         self.is_last_microbatch = True
         """Set by DDP: whether gradients will be complete."""
         self.shards = shards
-        self._overlaps_sums = bool(chunk.ddp_config.overlap_grad_reduce)
         self._overlaps_gathers = bool(chunk.ddp_config.overlap_param_gather)
         self._early = [share for share in shards.shares if not share.group.is_replicated]
         self._late = [share for share in shards.shares if share.group.is_replicated]
@@ -63,7 +62,7 @@ class OwnerBuckets:
         """A gradient is complete if this is the last micro-batch: start what waited for it."""
         if self.is_last_microbatch:
             self._missing.note(parameter)
-            self._start_early(self._missing.num_ready)
+            self._start_early(self._missing.num_ready, in_pass=True)
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """All gradients are complete: start the sums that need nothing else."""
@@ -119,16 +118,16 @@ class OwnerBuckets:
     def _post_param_sync(self) -> None:
         """Nothing is left to do after a gather, as parameters have their own precision."""
 
-    def _start_early(self, end: int) -> None:
+    def _start_early(self, end: int, *, in_pass: bool = False) -> None:
         for share in self._early[self._num_started : end]:
-            self._start_sum(share)
+            self._start_sum(share, in_pass=in_pass)
         self._num_started = max(self._num_started, end)
 
-    def _start_sum(self, share: Share) -> None:
+    def _start_sum(self, share: Share, *, in_pass: bool = False) -> None:
         # In the backward pass nothing waits: another owner may still compute what comes first.
-        while self._sums and self._sums[0].is_done:
-            self._sums.popleft().end()
-        if not self._overlaps_sums and len(self._sums) >= MAX_IN_FLIGHT:
+        while self._sums and (
+            self._sums[0].is_done or (not in_pass and len(self._sums) >= MAX_IN_FLIGHT)
+        ):
             self._sums.popleft().end()
         self._sums.append(self.shards.start_sum(share))
 

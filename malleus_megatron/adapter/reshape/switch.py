@@ -48,6 +48,11 @@ _NO_WAY_BACK = (
     "with more of it, a switch that fails leaves the job on its plan."
 )
 
+_NO_GRADIENTS = (
+    "A switch to another plan failed: {reason} Then there was no room any more for the gradients "
+    "of the present one: {error} The job cannot go on; restart it from its last checkpoint."
+)
+
 
 class Switch:
     """The stage that this rank trains now, and the way to another one.
@@ -173,10 +178,8 @@ class Switch:
         memory = PeakMemory(tensors_of(self._stage()))
         reason = move = None
         with memory.watched():
-            # What a step leaves of gradients, the next one would throw away.
-            self._optimizer.zero_grad()
-            gradients.drop()
             try:
+                self._agreement.together("giving back the gradients", lambda: self._drop(gradients))
                 move = self._prepared(see, plan, memory)
                 carried = self._carry_out(move)
             except MigrationError as error:
@@ -187,7 +190,8 @@ class Switch:
             # Nothing may refer to the new stage any more, neither this frame nor the traceback.
             move = None
             _free()
-            gradients.restore()
+            memory.forget()
+            self._restore(gradients, reason)
             raise MigrationError(reason)
         self._commit(move, iteration)
         move.forget_old()
@@ -195,6 +199,22 @@ class Switch:
         _free()
         memory.end(tensors_of(self._stage()))
         return self._report(move, carried, memory.extra_bytes)
+
+    def _drop(self, gradients: GradientBuffers) -> None:
+        """What a step leaves of gradients, the next one would throw away."""
+        self._optimizer.zero_grad()
+        gradients.drop()
+
+    def _restore(self, gradients: GradientBuffers, reason: str | None) -> None:
+        """After a switch that failed; others may have taken the room meanwhile.
+
+        Raises:
+            StateLostError: on all ranks.
+        """
+        try:
+            self._agreement.together("taking the gradients back", gradients.restore)
+        except MigrationError as error:
+            raise StateLostError(_NO_GRADIENTS.format(reason=reason, error=error)) from error
 
     def _prepared(self, see: Callable[[], View], plan: Plan | None, memory: PeakMemory) -> Move:
         """Everything up to the first message; each part on all ranks or on none."""
