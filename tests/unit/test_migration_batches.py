@@ -16,7 +16,7 @@ from malleus_megatron.migration.batches import (
     one_batch,
 )
 from malleus_megatron.migration.holdings import Holding, Holdings
-from malleus_megatron.migration.memory import MIB, Building, Side, choose_course
+from malleus_megatron.migration.memory import MIB, Building, Course, Side, choose_course
 from malleus_megatron.migration.owners import reduction_groups
 from malleus_megatron.migration.rounds import cut_into_rounds
 from malleus_megatron.migration.shards import ShardGroup, shard_holdings
@@ -128,7 +128,7 @@ SIZES = (MIB, 4 * MIB)
 BUILDING = Building(parameters="parameter", copies_parameters=False)
 
 
-def course_under(bound_mib: int, seed: int = 1):
+def course_under(bound_mib: int, seed: int = 1) -> Course:
     held = state(seed, hidden=512, buffer_bytes=MIB)
     needed = state(seed + 1000, hidden=512, buffer_bytes=MIB)
     moves = plan_transfers(held, needed, NODE_OF)
