@@ -82,6 +82,8 @@ class Batches:
             worker_init_fn=loader.worker_init_fn,
             persistent_workers=loader.persistent_workers,
         )
+        # In CPU mode loaders have a generator of their own: the process's is left alone.
+        self._draws = nominal.reads and loader.generator is None
         self._length = len(loader)
         self._stock: DataLoader[Any] | None = loader
         self._pause = pause
@@ -104,7 +106,7 @@ class Batches:
 
     def __iter__(self) -> Self:
         """The one iterator there is."""
-        if self._nominal.reads and self._rng_state is None:
+        if self._draws and self._rng_state is None:
             # Stock's loader draws a seed for its workers here. Do so too, on the same ranks, or
             # whatever is drawn next from the CPU's generator would differ from stock.
             self._rng_state = torch.get_rng_state()

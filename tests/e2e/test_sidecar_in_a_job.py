@@ -91,6 +91,22 @@ def test_without_a_straggler_the_losses_are_stocks_bit_for_bit(tmp_path: Path) -
     assert_same_training(ours, stock, relative=0)
 
 
+def test_with_dropout_a_tp_group_draws_what_it_draws_in_stock(tmp_path: Path) -> None:
+    """Random numbers that one rank alone draws would let its TP group's copies drift apart."""
+    grid = Grid(pipelines=2, tp=2, num_microbatches=4)
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
+    train(grid, stock, *dropout, iterations=4)
+    train(
+        grid,
+        ours,
+        *("--malleus", "--malleus-sidecar", "none", "--malleus-check-replicas", "1"),
+        *("--malleus-on-bad-replica", "stop", *dropout),
+        iterations=4,
+    )
+    assert_same_training(ours, stock, relative=0)
+
+
 def test_a_gpu_that_heals_on_standby_comes_back(tmp_path: Path) -> None:
     grid = Grid(pipelines=1, stages=2, tp=2, num_microbatches=8)
     pace = {
