@@ -39,6 +39,7 @@ DEV = [
     "pytest>=9",
     "pytest-timeout>=2.3",
     "ruff",
+    "tensorboard",  # reads the files that the job's scalars are in
 ]
 
 GPU = ["transformer-engine[pytorch]"]  # NVIDIA's apex is not the package of that name on PyPI

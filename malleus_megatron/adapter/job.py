@@ -24,6 +24,7 @@ from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.adapter.saves import Saves, saves_any_stages
+from malleus_megatron.adapter.scalars import Scalars
 from malleus_megatron.adapter.standby import Standby
 from malleus_megatron.config import Level
 from malleus_megatron.control.memory_model import GpuMemory
@@ -87,6 +88,8 @@ class Job:
         """Where the memory of plans is limited."""
         self.telemetry: Telemetry | None = None
         """On a GPU."""
+        self.scalars: Scalars | None = None
+        """Where the recipe asks for TensorBoard or W&B."""
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -278,12 +281,21 @@ class Job:
     def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
         """Give all ranks this rank's row; rank 0 reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
+        rates = b""
         if self._reporter is not None:
             row = replace(row, asks_readings=float(self._reporter.asks_readings))
+            if self.scalars is not None:
+                rates = self._reporter.take_rates()
+                row = replace(row, rates_bytes=float(len(rates)))
         rows = [BoundaryRow.of(row) for row in self._agreement.exchange(row.numbers())]
         self._share_memory()
         if rows[0].asks_readings:
             self._share_readings()
+        if self.scalars is not None:
+            if rows[0].rates_bytes:
+                num_bytes = int(rows[0].rates_bytes)
+                self.scalars.learn(self._agreement.broadcast(rates, num_bytes))
+            self.scalars.write(rows[0], self._current)
         if self._reporter is not None:
             self._reporter.iteration(rows, self._current)
         self._finished = None

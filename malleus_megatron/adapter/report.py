@@ -63,6 +63,7 @@ class Reporter:
         self._events = events
         self._iteration = 0
         self._rates: dict[int, float] = {}
+        self._rates_are_news = False
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
@@ -160,6 +161,13 @@ class Reporter:
             return None
         self._take(decision)
         return decision.offer
+
+    def take_rates(self) -> bytes:
+        """The rates as JSON, if they have moved since they were last taken; else nothing."""
+        if not self._rates_are_news:
+            return b""
+        self._rates_are_news = False
+        return canonical_json(rates_to_json(Rates.of(self._rates))).encode()
 
     @property
     def asks_readings(self) -> bool:
@@ -314,6 +322,7 @@ class Reporter:
         if moved or not self._rates:
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
             self._rates = new
+            self._rates_are_news = True
 
 
 def _number(value: float) -> float | None:

@@ -15,8 +15,8 @@ class BoundaryRow:
     """What a rank says of the iteration that it has finished; NaN: it has nothing to say.
 
     Only numbers, since it travels as one tensor. `offer_bytes` is rank 0's: the length of the plan
-    it is about to send, 0 without one. So is `asks_readings`: then all ranks say at once what their
-    drivers say of their GPUs.
+    it is about to send, 0 without one. So are `rates_bytes`, of rates, and `asks_readings`: then
+    all ranks say at once what their drivers say of their GPUs.
     """
 
     iteration: float = ABSENT
@@ -38,6 +38,7 @@ class BoundaryRow:
     pace_misses: float = 0.0
     pace_worst_ratio: float = 0.0
     offer_bytes: float = 0.0
+    rates_bytes: float = 0.0
     asks_readings: float = 0.0
     probe_rate: float = ABSENT
     """Of a GPU on standby."""

@@ -26,6 +26,7 @@ from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
+from malleus_megatron.adapter.scalars import Scalars
 from malleus_megatron.adapter.standby import learn_reference
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
@@ -150,6 +151,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             job.step_memory = StepMemory(ground.switch, built[1])
         job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
     job.telemetry = _telemetry()
+    job.scalars = Scalars() if Scalars.are_wanted() else None
     return job
 
 
