@@ -64,6 +64,7 @@ class Reporter:
         self._iteration = 0
         self._rates: dict[int, float] = {}
         self._rates_are_news = False
+        self._switch_s: float | None = None
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
@@ -89,6 +90,7 @@ class Reporter:
                 level=current.level,
                 freedom=self._freedom,
                 present=present,
+                switch_s=self._switch_s,
             )
         )
 
@@ -221,6 +223,7 @@ class Reporter:
     def migrated(self, migration: Migration, current: CurrentPlan, iteration: int) -> None:
         """Say what moved for the present plan; the sidecar plans from its layout."""
         total = sum(migration.received_bytes)
+        self._switch_s = migration.times.seconds
         self._events.write(
             "migration",
             iteration,

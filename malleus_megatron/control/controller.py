@@ -164,7 +164,7 @@ class Controller:
                 problem,
                 counts,
                 self._wanted(planned, observation),
-                min_gain=self.policy.min_gain,
+                policy=self.policy,
                 sure=self._known.sure_rates,
             )
         except MalleusError as error:

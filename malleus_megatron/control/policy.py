@@ -1,5 +1,6 @@
 """How sure and how large a gain must be before the job is asked to change."""
 
+import math
 from dataclasses import dataclass
 
 from malleus_megatron.detector.shifts import Sensitivity
@@ -28,6 +29,10 @@ class Policy:
     """Part of the step's time that no noise of three iterations' medians makes up."""
     min_gain: float = 0.03
     """Part of the step's time that a new plan must save."""
+    horizon: int = 200
+    """Iterations over which another layout must save what the switch to it takes."""
+    switch_s: float = 1.0
+    """What a switch counts as until the job has made one and says what it took."""
     offer_timeout_iterations: int = 10
     """An offer that is not taken by then is forgotten; a refused plan rests as long."""
 
@@ -41,7 +46,12 @@ class Policy:
             raise BadInputError(f"min_gain {self.min_gain} must be in [0, 1).")
         if not 0 <= self.sure_gain < 1:
             raise BadInputError(f"sure_gain {self.sure_gain} must be in [0, 1).")
-        counts = ("window", "patience", "long_patience", "long_window", "offer_timeout_iterations")
+        if not 0 <= self.switch_s < math.inf:
+            raise BadInputError(f"switch_s {self.switch_s} must be from 0 on.")
+        counts = (
+            *("window", "patience", "long_patience", "long_window", "horizon"),
+            "offer_timeout_iterations",
+        )
         for name in counts:
             if getattr(self, name) < 1:
                 raise BadInputError(f"{name} {getattr(self, name)} must be at least 1.")

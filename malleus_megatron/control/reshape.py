@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from malleus_megatron.control.knowledge import Knowledge
+from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import JobDescription
 from malleus_megatron.cost.memory import memory_faults
 from malleus_megatron.cost.prediction import plan_costs
@@ -85,22 +86,23 @@ def reshaped(
     counts: tuple[int, ...],
     planned: Plan | None,
     *,
-    min_gain: float,
+    policy: Policy,
     sure: Rates,
 ) -> Move | None:
     """The best change, or None if the job should stay as it is.
 
     Of plans within `min_gain` of the fastest the first is taken: the nominal layout, then other
-    micro-batches in the present one, which moves no state, then the planner's plan. Without
-    stragglers the nominal plan is the only one, whatever another promises: a healthy job runs its
-    recipe.
+    micro-batches in the present one, which moves no state, then the planner's plan. A plan of
+    another layout is charged in each step with the switch's share over the horizon, T / H: only
+    that must not outweigh what it saves. Without stragglers the nominal plan is the only one,
+    whatever another promises: a healthy job runs its recipe.
 
     Args:
         job: With the layout in force.
         problem: From `reshape_problem`.
         counts: Micro-batches of each pipeline now.
         planned: The planner's plan, if it has one and the job may be asked for it.
-        min_gain: Part of the step's time that a change must save.
+        policy: What a change must save, and over how many iterations.
         sure: All rates that are known for sure, those of no stragglers too: they are no reason for
             a change, but a plan that promises a step's time must have them.
     """
@@ -113,8 +115,14 @@ def reshaped(
         if recipe.same_layout(now):
             return None
         return _move(job, problem, recipe, now_s, sure)
+    min_gain = policy.min_gain
+    switch_s = policy.switch_s if job.switch_s is None else job.switch_s
     options = [
-        (plan_costs(problem, plan).step_time_s, plan)
+        (
+            plan_costs(problem, plan).step_time_s
+            + (0.0 if plan.same_layout(now) else switch_s / policy.horizon),
+            plan,
+        )
         for plan in _options(job, problem, planned, min_gain)
     ]
     if not options:

@@ -56,9 +56,11 @@ class JobDescription:
     """None below level reshape."""
     present: Plan | None = None
     """The layout in force; None: the nominal one."""
+    switch_s: float | None = None
+    """What a change of layout takes, as the last ones did; None: there was none yet."""
 
     def __post_init__(self) -> None:
-        """Refuse a present plan or a cluster of another job.
+        """Refuse a present plan or a cluster of another job, and a switch that takes no time.
 
         Raises:
             BadInputError: with both numbers.
@@ -71,6 +73,8 @@ class JobDescription:
                     f"The present plan has {self.present.num_layers} layers; the nominal plan has "
                     f"{self.nominal.num_layers}."
                 )
+        if self.switch_s is not None and not 0 <= self.switch_s < math.inf:
+            raise BadInputError(f"A change of layout cannot take {self.switch_s} s.")
         if self.freedom is not None and self.freedom.cluster.num_gpus != num_gpus:
             raise BadInputError(
                 f"The cluster has {self.freedom.cluster.num_gpus} GPUs; the job has {num_gpus}."

@@ -73,6 +73,7 @@ def job_to_json(job: JobDescription, policy: Policy) -> dict[str, Any]:
         "present": None if job.present is None else plan_to_json(job.present),
         "level": job.level.name,
         "freedom": None if job.freedom is None else _freedom_to_json(job.freedom),
+        "switch_s": job.switch_s,
         "settings": policy_to_json(policy),
     }
 
@@ -89,11 +90,13 @@ def job_from_json(body: dict[str, Any]) -> tuple[JobDescription, Policy]:
     nominal = plan_from_json(required(body, "nominal", "job"), "job.nominal")
     policy = changed_policy(Policy(), as_dict(body.get("settings", {}), "job.settings"))
     present, freedom = body.get("present"), body.get("freedom")
+    switch_s = body.get("switch_s")
     job = JobDescription(
         nominal=nominal,
         level=Level[level],
         freedom=None if freedom is None else _freedom(as_dict(freedom, "job.freedom")),
         present=None if present is None else plan_from_json(present, "job.present"),
+        switch_s=None if switch_s is None else as_float(switch_s, "job.switch_s"),
     )
     return job, policy
 

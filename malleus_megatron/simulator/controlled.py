@@ -86,6 +86,7 @@ class ControlledJob:
         cost = self._mover.cost(self._plan, plan)
         self._plan = plan
         self._generation += 1
-        self._job = replace(self._job, present=plan)
+        took_s = cost.seconds if cost.moved_bytes else self._job.switch_s
+        self._job = replace(self._job, present=plan, switch_s=took_s)
         self._controller.relaid(self._job)
         return Change(plan=plan, pause_s=cost.seconds, moved_bytes=cost.moved_bytes)

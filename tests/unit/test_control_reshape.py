@@ -56,6 +56,7 @@ class SimulatedJob:
     probes_standby: bool = True
     takes_offers: bool = True
     sizes: tuple[int, ...] = (1, 2, 4)
+    switch_s: float | None = None
     layer_s: dict[int, float] = field(default_factory=lambda: dict(LAYER_S))
     make: Callable[[Problem], Plan] = make_plan
     plannings: int = field(init=False, default=0)
@@ -67,7 +68,10 @@ class SimulatedJob:
         self.plan = self.nominal
         num_gpus = len(list(self.nominal.all_gpus()))
         self.job = JobDescription(
-            nominal=self.nominal, level=self.level, freedom=freedom(num_gpus, sizes=self.sizes)
+            nominal=self.nominal,
+            level=self.level,
+            freedom=freedom(num_gpus, sizes=self.sizes),
+            switch_s=self.switch_s,
         )
         self.controller = Controller(
             self.job, self.policy, clock=lambda: 0.0, make=self._counting_make
@@ -186,6 +190,38 @@ def test_a_straggler_in_a_tp_group_is_cut_out_or_lightened(dp: int, slow: int) -
         job.true_step_s(job.nominal, {}), rel=0.01
     )
     assert "taken" in str(job.controller.offers.last_outcome)
+
+
+def test_a_switch_must_save_within_the_horizon_what_it_takes() -> None:
+    rates = {1: 3.0}
+    free = SimulatedJob(grid(), switch_s=0.0)
+    free.run(30, rates)
+    first = free.offers[0]
+    saved_s = free.true_step_s(free.nominal, rates) - free.true_step_s(first, rates)
+    horizon = free.policy.horizon
+    cheap = SimulatedJob(grid(), switch_s=0.8 * saved_s * horizon)
+    cheap.run(30, rates)
+    dear = SimulatedJob(grid(), switch_s=1.2 * saved_s * horizon)
+    dear.run(60, rates)
+    assert cheap.offers[0].same_layout(first)
+    assert dear.offers == []
+    patient = SimulatedJob(
+        grid(), switch_s=1.2 * saved_s * horizon, policy=Policy(horizon=2 * horizon)
+    )
+    patient.run(30, rates)
+    assert patient.offers[0].same_layout(first)
+
+
+def test_where_moving_state_does_not_pay_micro_batches_move() -> None:
+    job = SimulatedJob(grid(2), switch_s=1e6)
+    job.run(40, {0: 3.0})
+    assert job.offers
+    assert all(offer.same_layout(job.nominal) for offer in job.offers)
+    assert job.offers[-1].microbatch_counts[0] < job.offers[-1].microbatch_counts[1]
+    job.run(60)
+    assert job.offers[-1] == replace(
+        job.nominal, predicted=job.offers[-1].predicted, planning=job.offers[-1].planning
+    )
 
 
 @pytest.mark.parametrize("dp", [1, 2])
