@@ -147,7 +147,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     )
     if ground is not None:
         if memory is not None:
-            job.step_memory = StepMemory(ground.switch, built[1])
+            job.step_memory = StepMemory(ground.switch)
         job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
     job.telemetry = _telemetry()
     return job

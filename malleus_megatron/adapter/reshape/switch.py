@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.checkpoint import PlanCheckpoint, checkpoint_of
@@ -110,6 +111,15 @@ class Switch:
         """This rank's model chunks."""
         return self._model
 
+    @property
+    def module(self) -> Any:
+        """The model inside all wrappers."""
+        return self._stage().module
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank keeps between steps; each `main_grad` lies in a gradient buffer."""
+        return tensors_of(self._stage())
+
     def check(self) -> None:
         """See that this rank's state can be described.
 
@@ -175,7 +185,7 @@ class Switch:
     def _go(self, see: Callable[[], View], plan: Plan | None, iteration: int) -> Migration:
         self._clock.begin(self._agreement, self._node_of)
         gradients = GradientBuffers(self._model)
-        memory = PeakMemory(tensors_of(self._stage()))
+        memory = PeakMemory(self.tensors())
         reason = move = None
         with memory.watched():
             try:
@@ -197,7 +207,7 @@ class Switch:
         move.forget_old()
         self._groups.trim()
         _free()
-        memory.end(tensors_of(self._stage()))
+        memory.end(self.tensors())
         return self._report(move, carried, memory.extra_bytes)
 
     def _drop(self, gradients: GradientBuffers) -> None:
