@@ -178,6 +178,17 @@ class StageBuilder:
         return core_optimizer.ChainedOptimizer([inner])
 
 
+@torch.no_grad()
+def complete_parameters(model: Sequence[Any], optimizer: Any) -> None:
+    """Let all parameters have their values of now: with overlap, gathers may be under way.
+
+    All ranks together: Megatron's own stages gather here what they would before a layer.
+    """
+    hooked = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    if hooked:
+        training.force_param_sync(hooked, optimizer=optimizer)
+
+
 def _optimizer_config() -> tuple[Any, Any]:
     config, overrides = training.get_megatron_optimizer_config(get_args())
     config.timers = get_timers()

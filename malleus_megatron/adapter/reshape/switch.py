@@ -19,6 +19,7 @@ from malleus_megatron.adapter.reshape.room import GradientBuffers, tensors_of
 from malleus_megatron.adapter.reshape.stage import (
     RankStage,
     StageBuilder,
+    complete_parameters,
     random_streams_kept,
     reseed,
 )
@@ -132,15 +133,9 @@ class Switch:
             if not parameter.requires_grad:
                 raise MigrationError(f"{name} is frozen; frozen parameters are not covered yet")
 
-    @torch.no_grad()
     def complete_parameters(self) -> None:
-        """Let all parameters have their values of now: with overlap, gathers may be under way.
-
-        All ranks together: Megatron's own stages gather here what they would before a layer.
-        """
-        for chunk in self._model:
-            if chunk.use_forward_hook:
-                chunk.start_param_sync(force_sync=True)
+        """As the function of that name, of the present stage."""
+        complete_parameters(self._model, self._optimizer)
 
     def checkpoint(self) -> PlanCheckpoint:
         """What a checkpoint holds of the present plan's stages; a collective.
