@@ -36,7 +36,6 @@ class Share:
 class InFlight:
     """A collective of one share that has been started."""
 
-    share: Share
     work: dist.Work | None
     """None where this rank is the only owner."""
     finish: Callable[[], None]
@@ -111,7 +110,7 @@ class OwnerShards:
     @torch.no_grad()
     def start_sum(self, share: Share) -> InFlight:
         """Sum the gradients of a share's slices over their owners; it gets its part of the sum."""
-        buffer = self._packed(share, self._gradients, only_contributions=True)
+        buffer = self._contributions(share)
         mine, work = buffer, None
         if share.process_group is not None:
             mine = buffer.new_empty(share.group.share_size)
@@ -123,7 +122,7 @@ class OwnerShards:
             share.main.main_grad = mine[: share.main.numel()].float()  # type: ignore[attr-defined]
 
         # The buffer is read until the sum is there.
-        return InFlight(share=share, work=work, finish=take, held=buffer)
+        return InFlight(work=work, finish=take, held=buffer)
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
@@ -169,7 +168,7 @@ class OwnerShards:
             for place, view in self._views(share, self._parameters):
                 view.copy_(whole[place.start : place.end].view(view.shape))
 
-        return InFlight(share=share, work=work, finish=spread, held=mine)
+        return InFlight(work=work, finish=spread, held=mine)
 
     def _share(self, group: ShardGroup, process_groups: Groups) -> Share:
         low, high = group.share(self._gpu)
@@ -187,16 +186,14 @@ class OwnerShards:
             main=main,
         )
 
-    def _packed(
-        self, share: Share, tensors: Mapping[str, Tensor], *, only_contributions: bool = False
-    ) -> Tensor:
-        """The group's slices behind each other; zeros for padding, and where others contribute."""
-        views = list(self._views(share, tensors))
+    def _contributions(self, share: Share) -> Tensor:
+        """This rank's gradients of a group's slices; zeros for padding, and where others add."""
+        views = list(self._views(share, self._gradients))
         buffer = views[0][1].new_empty(share.group.padded_size)
         buffer[share.group.group.num_elements :].zero_()
         for place, view in views:
             part = buffer[place.start : place.end]
-            if place.contributes or not only_contributions:
+            if place.contributes:
                 part.copy_(view.reshape(-1))
             else:
                 part.zero_()
