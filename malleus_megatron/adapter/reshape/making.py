@@ -16,7 +16,6 @@ from malleus_megatron.adapter.reshape.state import (
     Parts,
     RankState,
     gradients_of,
-    names_by_parameter,
     parameters_of,
     parts_of,
     state_of,
@@ -138,7 +137,7 @@ class StageMaker:
         gradients = GradientBuffers(model)
         if not with_memory:
             gradients.drop()
-        buckets = OwnerBuckets(shards, model[0], names_by_parameter(module, found.parts))
+        buckets = OwnerBuckets(shards, model[0], found.mine.names_of)
         optimizer = together(
             "building the optimizer",
             lambda: builder.optimizer(view, model, found.settings, buckets),
