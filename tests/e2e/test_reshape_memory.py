@@ -6,19 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_reshape_safety import (
-    RANKS,
-    events_of,
-    nominal_of,
-    plan_of,
-    run_job,
-    train_stock,
-)
+from tests.harness.plans import plan_of
 from tests.harness.recipes import BF16, CLIPPED, LLAMA, Recipe
+from tests.harness.reshaping import events_of, nominal_of, run_job, train_stock
 from tests.harness.training import Grid, assert_same_training
 
 pytestmark = pytest.mark.e2e
 
+RANKS = range(4)
 MIB = 2**20
 GRID = Grid(pipelines=2, stages=2, num_microbatches=4)
 B = plan_of((4, [((0, 3), 3), ((1,), 1)]), standby=(2,))

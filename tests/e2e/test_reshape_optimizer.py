@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from malleus_megatron.plan.plan import Plan
-from tests.e2e.test_reshape_safety import events_of, nominal_of, plan_of, run_job
+from tests.harness.plans import plan_of
 from tests.harness.ranks import run_script
 from tests.harness.recipes import (
     ALL_OVERLAPPED,
@@ -19,6 +19,7 @@ from tests.harness.recipes import (
     Recipe,
     random_job_plan,
 )
+from tests.harness.reshaping import events_of, nominal_of, run_job
 from tests.harness.training import Grid, assert_same_training, read_lines
 
 pytestmark = pytest.mark.e2e
