@@ -13,6 +13,7 @@ from malleus_megatron.control.memory import JobMemory, MemoryLimit
 from malleus_megatron.control.memory_model import GpuMemory, ModelSizes
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.render import in_mib
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.memory import CpuMeter, CudaMeter, Meter
 from malleus_megatron.runtime.storages import storage_bytes
@@ -52,8 +53,8 @@ def memory_limit(agreement: Agreement, wanted_mib: float | None) -> MemoryLimit 
     if 0 < smallest < wanted_mib:
         agreement.raise_together(
             BadInputError(
-                f"--malleus-memory {wanted_mib:g} MiB, but GPU {totals.index(smallest)} has "
-                f"{smallest:.0f} MiB. Ask for less, or leave the flag out."
+                f"--malleus-memory {in_mib(wanted_mib)} MiB, but GPU {totals.index(smallest)} has "
+                f"{in_mib(smallest)} MiB. Ask for less, or leave the flag out."
             )
         )
     return MemoryLimit(memory_mib=wanted_mib, reserve_mib=0.0, source="--malleus-memory")

@@ -78,6 +78,15 @@ def pace_without_the_degree(folder: Path) -> list[str]:
     return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
 
 
+def pace_beyond_any_layer(folder: Path) -> list[str]:
+    pace = {"layer_forward_s": {"1": 1e308}, "layer_backward_s": {"1": 1e308}}
+    return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
+
+
+def empty_path(folder: Path) -> list[str]:
+    return ["--malleus-plan", ""]
+
+
 def plan_without_a_pace(folder: Path) -> list[str]:
     pace = {"layer_forward_s": {"1": 0.01}, "layer_backward_s": {"1": 0.02}}
     plan = Grid(pipelines=1, tp=2).plan((8,))
@@ -111,6 +120,8 @@ def odd_sidecar(folder: Path) -> list[str]:
         (rate_that_is_no_number, "nan"),
         (pace_without_the_degree, "TP degree 1"),
         (plan_without_a_pace, "TP degree 2"),
+        (pace_beyond_any_layer, "at most 3600 s"),
+        (empty_path, "--malleus-plan: the path is empty"),
         (level_out_of_reach, "this job reaches rebalance"),
         (odd_sidecar, "ftp://there"),
     ],

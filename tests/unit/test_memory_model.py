@@ -19,6 +19,7 @@ from malleus_megatron.cost.memory import StageMib, plan_memory_mib
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.render import in_mib
 from tests.harness.plans import plan_of, plans
 
 SIZES = ModelSizes(
@@ -203,7 +204,7 @@ def job_memory(memory_mib: float, reserve_mib: float = 0.0) -> JobMemory:
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
     memory = job_memory(400.0, reserve_mib=20.0)
     memory.check(OTHER)
-    heavy = plan_of([((0,), 7), ((1,), 1)], [((2,), 4), ((3, 4, 5, 6, 7), 4)])
+    heavy = plan_of((8, [((0,), 7), ((1,), 1)]), (8, [((2,), 4), ((3, 4, 5, 6, 7), 4)]))
     with pytest.raises(BadInputError) as static:
         memory.check(heavy)
     assert str(static.value).startswith(
@@ -218,6 +219,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
         memory.check(heavy)
 
 
+def test_limits_are_told_with_the_digits_that_were_given() -> None:
+    with pytest.raises(BadInputError, match=r"into 1\.5 MiB .* need 510 MiB a GPU; 1\.5 MiB may"):
+        job_memory(1.5).check(plan_of((8, [((0,), 7), ((1,), 1)])))
+    assert job_memory(1.5).less_words() == "1.35 MiB, say; now 1.5 MiB (--malleus-memory)"
+    assert in_mib(81251.94) == "81251.9"
+    assert in_mib(1234567.8) == "1234568"
+
+
 def test_the_recipe_itself_is_never_refused() -> None:
     memory = job_memory(10.0)
     gpus = used(NOMINAL, sharing=2).gpus
@@ -226,7 +235,7 @@ def test_the_recipe_itself_is_never_refused() -> None:
     peak = max(one.peak_mib for one in gpus)
     said = memory.overfull(gpus)
     assert said is not None
-    assert f"used {peak:.0f} MiB" in said
+    assert f"used {peak:.6g} MiB" in said
     assert job_memory(peak + 1).overfull(gpus) is None
 
 
