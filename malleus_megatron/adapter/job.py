@@ -195,10 +195,6 @@ class Job:
         self._loss_is_per_token = self._switch.steps.reports_pairs
         return self._losses
 
-    def loss_divisor(self, num_microbatches: int) -> int:
-        """By what a micro-batch's loss is divided: see `with_loss_divisor`."""
-        return sum(self._counts) if self.is_reshaped else num_microbatches
-
     def evaluate_step(self, schedule: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the forward passes of an evaluation step: equal counts, or the plan's shares."""
         nominal = len(self._current.nominal.pipelines)

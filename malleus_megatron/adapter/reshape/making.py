@@ -7,7 +7,7 @@ import torch
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.room import GradientBuffers
-from malleus_megatron.adapter.reshape.shards import OwnerShards
+from malleus_megatron.adapter.reshape.shards import OwnerShards, ShareSettings
 from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder
 from malleus_megatron.adapter.reshape.state import (
     MAIN,
@@ -131,7 +131,10 @@ class StageMaker:
                 process_groups=self._groups,
                 parameters=found.mine.tensors,
                 gradients=gradients_of(module, found.parts),
-                keeps_main=keeps_main(builder.config),
+                settings=ShareSettings(
+                    keeps_main=keeps_main(builder.config),
+                    gradient_weight=builder.gradient_weight,
+                ),
             ),
         )
         gradients = GradientBuffers(model)

@@ -55,6 +55,17 @@ class InFlight:
         self.finish()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSettings:
+    """What follows from the recipe."""
+
+    keeps_main: bool
+    """Whether fp32 values differ from the parameters' and are state of their own."""
+    gradient_weight: float
+    """Of each owner's gradients in their sum: stock's average over pipelines, before the sum too.
+    So fp16 overflows where it does in stock."""
+
+
 class OwnerShards:
     """The shares of one rank. All ranks go through the groups in the same order."""
 
@@ -66,7 +77,7 @@ class OwnerShards:
         process_groups: Groups,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        keeps_main: bool,
+        settings: ShareSettings,
     ) -> None:
         """Make the rank's shares: without memory, which comes with the optimizer's state.
 
@@ -78,10 +89,10 @@ class OwnerShards:
             process_groups: Those of the owners, made.
             parameters: This rank's parameters by the names of their holdings, flat.
             gradients: Their gradient buffers by the same names.
-            keeps_main: Whether fp32 values differ from the parameters' and are state of their own;
-                the same on all ranks.
+            settings: The same on all ranks.
         """
-        self.keeps_main = keeps_main
+        self.keeps_main = settings.keeps_main
+        self._weight = settings.gradient_weight
         self._gpu = gpu
         self._parameters = parameters
         self._gradients = gradients
@@ -194,7 +205,7 @@ class OwnerShards:
         for place, view in views:
             part = buffer[place.start : place.end]
             if place.contributes:
-                part.copy_(view.reshape(-1))
+                torch.mul(view, self._weight, out=part.view(view.shape))
             else:
                 part.zero_()
         return buffer
