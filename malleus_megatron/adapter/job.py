@@ -230,19 +230,25 @@ class Job:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
-            if _needs_nominal_stages() and not self._changes.to_nominal_stages(
-                self._iteration or 0
-            ):
-                raise MigrationError(
-                    "The job cannot go back to its nominal stages, which Megatron needs to "
-                    "evaluate after the last iteration; its last checkpoint is whole."
-                )
+            if _needs_nominal_stages():
+                self._return_to_nominal_stages()
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
         if self.telemetry is not None:
             self.telemetry.close()
         if self._reporter is not None:
             self._reporter.close()
+
+    def _return_to_nominal_stages(self) -> None:
+        fault = self._changes.to_nominal_stages(self._iteration or 0)
+        if fault is not None:
+            error = MigrationError(
+                "All iterations have run and the last checkpoint is whole, but what Megatron does "
+                "after them needs the recipe's own stages, and the job cannot go back to them: "
+                f"{fault}"
+            )
+            error.on_all_ranks = True
+            raise error
 
     def _after_move(self) -> None:
         """Time the layers of the stage that is in place now; other GPUs own its parameters."""

@@ -47,7 +47,9 @@ class Saves:
         switch = self._changes.switch
         reshaped = switch is not None and not switch.is_nominal
         if reshaped and (folder is None or not saves_any_stages()):
-            if not self._changes.to_nominal_stages(iteration + 1):
+            fault = self._changes.to_nominal_stages(iteration + 1)
+            if fault is not None:
+                self._tell_unsaved(iteration, fault)
                 return
             reshaped = False
         if switch is not None and reshaped:
@@ -62,6 +64,14 @@ class Saves:
             original(iteration, *built, *rest, **kwargs)
         if folder is not None and self._rank == 0:
             self._keep_plan(folder)
+
+    def _tell_unsaved(self, iteration: int, fault: str) -> None:
+        if self._changes.reporter is not None:
+            self._changes.reporter.warning(
+                f"Nothing was saved for iteration {iteration}: checkpoints of this form go by the "
+                "recipe's own stages (those of --ckpt-format torch_dist, local ones apart, do "
+                f"not), and the job cannot go back to them: {fault}"
+            )
 
     def _keep_plan(self, folder: Path) -> None:
         plan, nominal = self._changes.current.plan, self._changes.current.nominal

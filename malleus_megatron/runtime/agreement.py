@@ -83,7 +83,9 @@ class Agreement:
             None if failure is None else f"{what} failed on rank {self.rank}: {_short(failure)}"
         )
         if reason is not None:
-            raise MigrationError(reason) from failure
+            failed = MigrationError(reason)
+            failed.on_all_ranks = True
+            raise failed from failure
         return cast("T", result)
 
     def first_text(self, text: str | None) -> str | None:

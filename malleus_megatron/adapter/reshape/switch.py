@@ -239,6 +239,8 @@ class Switch:
         if planner.is_bounded:
             needed = self._nominal_held if view.is_nominal else self._maker.needed(view)
             moves, course = planner.plan(held, needed, **ends)
+            if not view.is_nominal:
+                planner.check_way_back(needed, self._nominal_held)
             made = self._maker.make(view, with_memory=not course.frees)
             together("comparing the stage", lambda: planner.check_made(made, needed))
         else:
