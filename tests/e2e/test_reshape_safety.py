@@ -45,6 +45,7 @@ def test_a_switch_that_fails_on_one_rank_is_a_switch_that_no_rank_makes(tmp_path
         assert [attempt["changed"] for attempt in log] == [[]] * (len(faults) + 1)
         assert [attempt["gradients"] for attempt in log] == [[]] * (len(faults) + 1)
         assert [attempt["left_over"] for attempt in log] == [0] * (len(faults) + 1)
+        assert [attempt["groups"] for attempt in log] == [0] * (len(faults) + 1)
         assert [attempt["error"] is None for attempt in log] == [False] * len(faults) + [True]
         assert log[-1]["steps"] == steps
     messages = [event["message"] for event in events_of(tmp_path, "warning")]

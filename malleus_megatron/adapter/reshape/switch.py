@@ -197,7 +197,10 @@ class Switch:
             _free()
             memory.forget()
             self._restore(gradients, reason)
-            raise MigrationError(reason)
+            self._groups.give_up_unused()
+            stays = MigrationError(reason)
+            stays.on_all_ranks = True
+            raise stays
         self._commit(move, iteration)
         move.forget_old()
         self._groups.trim()
