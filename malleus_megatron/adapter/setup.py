@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from malleus_megatron.adapter.inputs import Inputs, check_plans, read_inputs
+from malleus_megatron.adapter.inputs import Inputs, check_alike, check_plans, read_inputs
 from malleus_megatron.adapter.job import Job
 from malleus_megatron.adapter.layers import layers_of
 from malleus_megatron.adapter.levels import (
@@ -83,6 +83,7 @@ def begin_setup(config: MalleusConfig, containers: Any, collection: Any) -> JobS
         error = met
     agreement.raise_together(error)
     assert inputs is not None
+    check_alike(inputs, config, agreement)
     return JobSetup(
         config=config,
         agreement=agreement,

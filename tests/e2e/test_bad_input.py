@@ -136,9 +136,21 @@ def test_one_message_and_status_2(flags: Any, message: str, tmp_path: Path) -> N
     assert not record.exists()
 
 
-def test_a_file_that_only_one_rank_lacks_stops_all_ranks(tmp_path: Path) -> None:
+UNLIKE = {
+    "absent": (None, "plan-1.json"),
+    "another plan": (TWO.plan((3, 5)), "not what rank 0 has, on rank 1. Give the same file"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_file_that_is_not_the_same_on_all_nodes_stops_all_ranks(
+    case: str, tmp_path: Path
+) -> None:
     """Rank 1 runs in a folder of its own; no rank may wait for one that has left."""
+    other, said = UNLIKE[case]
     good = write_json(tmp_path / "plan-0.json", TWO.plan((5, 3)))
+    if other is not None:
+        write_json(tmp_path / "plan-1.json", other)
     script = tmp_path / "train.py"
     script.write_text(
         "import os, runpy, sys\n"
@@ -160,5 +172,7 @@ def test_a_file_that_only_one_rank_lacks_stops_all_ranks(tmp_path: Path) -> None
         ],
         expect_exit=EXIT_BAD_INPUT,
     )
+    messages = [rank.output.count("malleus: rank 1: ") for rank in ranks]
+    assert messages == [1, 0]
     assert "plan-1.json" in ranks[0].output
-    assert "rank 1" in ranks[0].output
+    assert said in ranks[0].output
