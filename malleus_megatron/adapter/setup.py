@@ -26,7 +26,7 @@ from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
-from malleus_megatron.adapter.standby import learn_reference
+from malleus_megatron.adapter.standby import Standby, learn_reference
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -149,18 +149,26 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     if ground is not None:
         if memory is not None:
             job.step_memory = StepMemory(ground.switch)
-        job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
+        job.standby = _standby(setup, clock.device, reporter)
     job.telemetry = _telemetry()
     return job
 
 
-def _probe(setup: JobSetup, device: torch.device) -> Probe:
-    return Probe(
-        gpu=setup.agreement.rank,
-        device=device,
-        pace=setup.inputs.pace,
-        injection=setup.inputs.injection,
-    )
+def _standby(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> Standby | None:
+    def probe() -> Probe:
+        return Probe(
+            gpu=setup.agreement.rank,
+            device=device,
+            pace=setup.inputs.pace,
+            injection=setup.inputs.injection,
+        )
+
+    try:
+        return learn_reference(setup.agreement, probe)
+    except MigrationError as reason:
+        if reporter is not None:
+            reporter.warning(f"GPUs on standby are not probed, and stay there: {reason}")
+        return None
 
 
 def _ground(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Ground:
