@@ -31,8 +31,12 @@ def check_possible(problem: Problem) -> None:
             f"{problem.num_microbatches} micro-batches for {wanted} pipelines; every pipeline "
             "needs at least 1. Lower parallel.num_pipelines."
         )
-    memory, limit_mib = problem.memory, memory_limit_mib(problem)
-    if memory is None or limit_mib is None:
+    memory, limit_mib, has_mib = (
+        problem.memory,
+        memory_limit_mib(problem),
+        problem.cluster.memory_mib,
+    )
+    if memory is None or limit_mib is None or has_mib is None:
         return
     largest = max(size for size in problem.tensor_parallel_sizes)
     layer_mib = memory.layer_mib(1) * memory.reference_tp / largest + memory.replicated_mib
@@ -40,7 +44,7 @@ def check_possible(problem: Problem) -> None:
         raise InfeasiblePlanError(
             f"One layer with one micro-batch on a TP group of {largest} needs "
             f"{in_mib(layer_mib)} MiB a GPU plus {in_mib(memory.fixed_mib)} MiB fixed; of "
-            f"cluster.memory_mib {in_mib(problem.cluster.memory_mib)} MiB only "
+            f"cluster.memory_mib {in_mib(has_mib)} MiB only "
             f"{in_mib(limit_mib)} MiB may be used ({in_mib(memory.reserve_mib)} MiB are reserved)."
         )
 

@@ -7,8 +7,8 @@ from malleus_megatron.adapter.reshape.switch import Switch
 
 
 def main() -> None:
-    def to_nominal(switch: Switch, iteration: int) -> Any:
-        agreement = switch._agreement
+    def to_nominal(self: Switch, iteration: int) -> Any:
+        agreement = self._agreement
 
         def fail() -> None:
             if agreement.rank == agreement.world_size - 1:
