@@ -27,6 +27,17 @@ def _setting(
     )
 
 
+def _path(text: str) -> Path:
+    """A file or folder, there or not.
+
+    Raises:
+        BadInputError: the empty text of a variable that is not set, say.
+    """
+    if not text:
+        raise BadInputError("the path is empty. Name a file, or leave the flag out.")
+    return Path(text)
+
+
 def _whole_number(text: str) -> int:
     """A number from 0.
 
@@ -58,18 +69,18 @@ class MalleusConfig:
     """Every field but `enabled` is the flag `--malleus-<field>`."""
 
     enabled: bool = False
-    plan: Path | None = _setting("start under this plan", convert=Path, metavar="PLAN.json")
+    plan: Path | None = _setting("start under this plan", convert=_path, metavar="PLAN.json")
     plan_schedule: Path | None = _setting(
         "switch plans at these iterations; no sidecar is needed",
-        convert=Path,
+        convert=_path,
         metavar="SCHEDULE.json",
     )
-    inject: Path | None = _setting("slow GPUs down", convert=Path, metavar="INJECTION.json")
+    inject: Path | None = _setting("slow GPUs down", convert=_path, metavar="INJECTION.json")
     pace: Path | None = _setting(
-        "CPU mode: hold every layer to these times", convert=Path, metavar="PACE.json"
+        "CPU mode: hold every layer to these times", convert=_path, metavar="PACE.json"
     )
     log_dir: Path | None = _setting(
-        "events.jsonl and the plans go here", convert=Path, metavar="DIR"
+        "events.jsonl and the plans go here", convert=_path, metavar="DIR"
     )
     require: Level | None = _setting(
         "refuse to start at a lower level",
@@ -109,7 +120,7 @@ class MalleusConfig:
     record: Path | None = _setting(
         "write loss and gradient norm of every iteration, in full precision; "
         "needs no --malleus and changes nothing else",
-        convert=Path,
+        convert=_path,
         metavar="LOSSES.jsonl",
     )
 

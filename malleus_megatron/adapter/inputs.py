@@ -11,7 +11,9 @@ from malleus_megatron.plan.codec import read_plan
 from malleus_megatron.plan.injection import Injection, read_injection
 from malleus_megatron.plan.pace import Pace, read_pace
 from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.render import gpu_ranges
 from malleus_megatron.plan.schedule import PlanSchedule, read_schedule
+from malleus_megatron.runtime.agreement import Agreement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,28 @@ def read_inputs(config: MalleusConfig, world_size: int) -> Inputs:
         injection=injection,
         pace=None if config.pace is None else read_pace(config.pace),
     )
+
+
+def check_alike(inputs: Inputs, config: MalleusConfig, agreement: Agreement) -> None:
+    """Refuse files that say something else on another node, by their content; a collective.
+
+    Raises:
+        MalleusError: on all ranks, naming the flag, the file and the ranks.
+    """
+    for flag, path, value in (
+        ("--malleus-plan", config.plan, inputs.start_plan),
+        ("--malleus-plan-schedule", config.plan_schedule, inputs.schedule),
+        ("--malleus-inject", config.inject, inputs.injection),
+        ("--malleus-pace", config.pace, inputs.pace),
+    ):
+        unlike = agreement.unlike_ranks(repr(value))
+        error = None
+        if agreement.rank in unlike:
+            error = BadInputError(
+                f"{flag} {path or 'is not given'}: not what rank 0 has, on rank "
+                f"{gpu_ranges(unlike)}. Give the same file to all nodes."
+            )
+        agreement.raise_together(error)
 
 
 def check_plans(

@@ -198,10 +198,6 @@ class Job:
         self._loss_is_per_token = self._switch.steps.reports_pairs
         return self._losses
 
-    def loss_divisor(self, num_microbatches: int) -> int:
-        """By what a micro-batch's loss is divided: see `with_loss_divisor`."""
-        return sum(self._counts) if self.is_reshaped else num_microbatches
-
     def evaluate_step(self, schedule: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the forward passes of an evaluation step: equal counts, or the plan's shares."""
         nominal = len(self._current.nominal.pipelines)
@@ -237,19 +233,25 @@ class Job:
         """Report the last iteration, if all ranks are here, and stop what runs beside the job."""
         if together:
             self._exchange(offer=b"")
-            if _needs_nominal_stages() and not self._changes.to_nominal_stages(
-                self._iteration or 0
-            ):
-                raise MigrationError(
-                    "The job cannot go back to its nominal stages, which Megatron needs to "
-                    "evaluate after the last iteration; its last checkpoint is whole."
-                )
+            if _needs_nominal_stages():
+                self._return_to_nominal_stages()
             self.evaluation.leave(len(self._current.nominal.pipelines), self._nominal_pipeline)
         self.clock.detach()
         if self.telemetry is not None:
             self.telemetry.close()
         if self._reporter is not None:
             self._reporter.close()
+
+    def _return_to_nominal_stages(self) -> None:
+        fault = self._changes.to_nominal_stages(self._iteration or 0)
+        if fault is not None:
+            error = MigrationError(
+                "All iterations have run and the last checkpoint is whole, but what Megatron does "
+                "after them needs the recipe's own stages, and the job cannot go back to them: "
+                f"{fault}"
+            )
+            error.on_all_ranks = True
+            raise error
 
     def _after_move(self) -> None:
         """Time the layers of the stage that is in place now; other GPUs own its parameters."""

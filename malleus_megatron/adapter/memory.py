@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.training import get_args, training
-from torch import Tensor
+from megatron.training import get_args
 
-from malleus_megatron.adapter.reshape.state import inner_optimizers
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.control.memory import JobMemory, MemoryLimit
 from malleus_megatron.control.memory_model import GpuMemory, ModelSizes
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
+from malleus_megatron.plan.render import in_mib
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.memory import CpuMeter, CudaMeter, Meter
 from malleus_megatron.runtime.storages import storage_bytes
@@ -54,8 +53,8 @@ def memory_limit(agreement: Agreement, wanted_mib: float | None) -> MemoryLimit 
     if 0 < smallest < wanted_mib:
         agreement.raise_together(
             BadInputError(
-                f"--malleus-memory {wanted_mib:g} MiB, but GPU {totals.index(smallest)} has "
-                f"{smallest:.0f} MiB. Ask for less, or leave the flag out."
+                f"--malleus-memory {in_mib(wanted_mib)} MiB, but GPU {totals.index(smallest)} has "
+                f"{in_mib(smallest)} MiB. Ask for less, or leave the flag out."
             )
         )
     return MemoryLimit(memory_mib=wanted_mib, reserve_mib=0.0, source="--malleus-memory")
@@ -75,7 +74,7 @@ def job_memory(
     """
     args = get_args()
     mine = agreement.together(
-        "measuring the parameters", lambda: _stage_sizes(_module(switch), largest_tp)
+        "measuring the parameters", lambda: _stage_sizes(switch.module, largest_tp)
     )
     rows = [_StageSizes(*row) for row in agreement.exchange(mine)]
     tied = not args.untie_embeddings_and_output_weights
@@ -177,18 +176,12 @@ class StepMemory:
     On every rank the same steps are measured.
     """
 
-    def __init__(self, switch: Switch, optimizer: Any) -> None:
-        """Nothing is measured yet.
-
-        Args:
-            switch: Holds the model that this rank trains.
-            optimizer: The object that Megatron's loop holds; a switch changes what is inside.
-        """
+    def __init__(self, switch: Switch) -> None:
+        """Nothing is measured yet; the switch holds the stage that this rank trains."""
         on_gpu = torch.cuda.is_available()
         self.meter: Meter = CudaMeter() if on_gpu else CpuMeter()
         self._again_every = _AGAIN_EVERY if on_gpu else None
         self._switch = switch
-        self._optimizer = optimizer
         self._age = 0
         self._marks: list[int] | None = None
         self._reading: GpuMemory | None = None
@@ -228,7 +221,7 @@ class StepMemory:
             yield
             return
         marks.append(self.meter.now_bytes())
-        hook = _module(self._switch).decoder.register_forward_hook(
+        hook = self._switch.module.decoder.register_forward_hook(
             lambda *_: marks.append(self.meter.now_bytes())
         )
         try:
@@ -244,37 +237,15 @@ class StepMemory:
             before, after_layers, after = marks
             saved = max(0, after_layers - before) + self._input_bytes()
             head = max(0, after - after_layers)
-        in_bytes = (outside + peak, outside, self._held_bytes(), saved, head)
+        held = storage_bytes(self._switch.tensors())
+        in_bytes = (outside + peak, outside, held, saved, head)
         return GpuMemory.of([value / _MIB for value in in_bytes])
 
     def _input_bytes(self) -> int:
         """Of what the stage before has sent, which was there before the forward pass."""
-        module, args = _module(self._switch), get_args()
+        module, args = self._switch.module, get_args()
         if module.pre_process:
             return 0
         shared = module.config.sequence_parallel
         tp_degree = module.config.tensor_model_parallel_size if shared else 1
         return int(_hidden_elements(args) * _element_bytes(args) / tp_degree)
-
-    def _held_bytes(self) -> int:
-        """Parameters, gradients and optimizer state, each storage once."""
-        return storage_bytes([*_model_tensors(_module(self._switch)), *self._optimizer_tensors()])
-
-    def _optimizer_tensors(self) -> Iterator[Tensor]:
-        for inner in inner_optimizers(self._optimizer):
-            for group in inner.optimizer.param_groups:
-                yield from group["params"]
-            for state in inner.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, Tensor))
-
-
-def _module(switch: Switch) -> Any:
-    """The model inside all wrappers. There is one chunk: no virtual stages."""
-    return training.unwrap_model(list(switch.model))[0]
-
-
-def _model_tensors(module: Any) -> Iterator[Tensor]:
-    for parameter in module.parameters():
-        yield parameter
-        if getattr(parameter, "main_grad", None) is not None:
-            yield parameter.main_grad

@@ -139,19 +139,21 @@ class PlanChanges:
         else:
             self._tell(migration, iteration)
 
-    def to_nominal_stages(self, iteration: int) -> bool:
+    def to_nominal_stages(self, iteration: int) -> str | None:
         """Put Megatron's own stages in place, for code that knows no others; the plan stays.
 
         Returns:
-            False, after a warning, where they cannot be.
+            Why they cannot be, the same on all ranks; None where they are.
         """
         nominal = self.current.nominal
         if nominal.same_layout(self._in_place):
-            return True
-        migration = self._move(nominal, iteration)
-        if migration is not None:
-            self._tell(migration, iteration)
-        return migration is not None
+            return None
+        try:
+            migration = self._migrated(nominal, iteration)
+        except MigrationError as error:
+            return str(error)
+        self._tell(migration, iteration)
+        return None
 
     def check(self, plan: Plan) -> None:
         """Refuse a plan that this job cannot run under, now.
@@ -197,15 +199,18 @@ class PlanChanges:
 
     def _move(self, plan: Plan, iteration: int) -> Migration | None:
         """Move the job's state to a plan's owners; None, and a warning, if it stays where it is."""
-        assert self.switch is not None, "a plan of another layout was let through"
         try:
-            if plan.same_layout(self.current.nominal):
-                migration = self.switch.to_nominal(iteration)
-            else:
-                migration = self.switch.to_plan(plan, iteration)
+            return self._migrated(plan, iteration)
         except MigrationError as error:
             self._reject(plan, str(error))
             return None
+
+    def _migrated(self, plan: Plan, iteration: int) -> Migration:
+        assert self.switch is not None, "a plan of another layout was let through"
+        if plan.same_layout(self.current.nominal):
+            migration = self.switch.to_nominal(iteration)
+        else:
+            migration = self.switch.to_plan(plan, iteration)
         self._in_place = plan
         self.after_move()
         return migration

@@ -7,6 +7,8 @@ from malleus_megatron.plan.codec import canonical_json, plan_to_json, read_plan
 from malleus_megatron.plan.plan import Plan
 
 FILE_NAME = "malleus_plan.json"
+_LAST_SAVED = "latest_checkpointed_iteration.txt"
+"""Megatron's file beside its checkpoints."""
 
 
 def keep_plan(plan: Plan | None, folder: Path) -> str | None:
@@ -33,6 +35,12 @@ def keep_plan(plan: Plan | None, folder: Path) -> str | None:
     except OSError as error:
         return f"{path}: {error.strerror or error}"
     return None
+
+
+def is_last_save(root: Path, iteration: int) -> bool:
+    """Whether Megatron's last checkpoint in this folder is of this iteration."""
+    path = root / _LAST_SAVED
+    return path.exists() and path.read_text(encoding="utf-8").strip() == str(iteration)
 
 
 def kept_plan(folder: Path) -> Plan | None:

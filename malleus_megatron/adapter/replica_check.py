@@ -1,7 +1,6 @@
 """Now and then the owners of each parameter compare what they hold, before a step uses it."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.course import MAX_ROUND_BYTES
-from malleus_megatron.adapter.reshape.stage import RankStage
+from malleus_megatron.adapter.reshape.stage import RankStage, complete_parameters
 from malleus_megatron.adapter.reshape.state import RankState, parameters_of, parts_of, state_of
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.reshape.view import nominal_view
@@ -94,8 +93,11 @@ class ReplicaCheck:
         if not self._every or iteration % self._every:
             return
         try:
-            with self._parameters_in_place():
-                self._check(iteration, plan)
+            self._agreement.together(
+                "completing the parameters",
+                lambda: complete_parameters(self._model, self._optimizer),
+            )
+            self._check(iteration, plan)
         except MigrationError as reason:
             self._every = 0
             if self._reporter is not None:
@@ -192,18 +194,6 @@ class ReplicaCheck:
         """By rank: each one's 64-bit numbers."""
         payloads = self._agreement.gather(np.array(values, dtype="<u8").tobytes())
         return [np.frombuffer(payload, dtype="<u8").tolist() for payload in payloads]
-
-    @contextlib.contextmanager
-    def _parameters_in_place(self) -> Iterator[None]:
-        """Megatron may leave the gather of new values to the next forward pass: not so here."""
-        hooked = bool(getattr(self._model[0], "remove_forward_pre_hook_handles", None))
-        if hooked:
-            training.disable_forward_pre_hook(self._model, optimizer=self._optimizer)
-        try:
-            yield
-        finally:
-            if hooked:
-                training.enable_forward_pre_hook(self._model)
 
 
 def _view(part: Slice, gpu: int, state: RankState) -> torch.Tensor:

@@ -112,7 +112,8 @@ class Reporter:
         if self._sidecar is not None and samples:
             self._sidecar.post(
                 Observation(
-                    iteration=samples[0].iteration,
+                    # A device may be behind: some samples are of an iteration before.
+                    iteration=self._iteration,
                     generation=current.generation,
                     plan_id=current.plan_id,
                     microbatch_counts=current.plan.microbatch_counts,

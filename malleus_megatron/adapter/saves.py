@@ -10,7 +10,7 @@ from megatron.training.checkpointing import get_checkpoint_name
 from megatron.training.utils import print_rank_0
 
 from malleus_megatron.adapter.plan_changes import PlanChanges
-from malleus_megatron.adapter.plan_file import keep_plan, kept_plan
+from malleus_megatron.adapter.plan_file import is_last_save, keep_plan, kept_plan
 from malleus_megatron.errors import BadInputError, MalleusError
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_to_json
 from malleus_megatron.plan.plan import Plan
@@ -47,7 +47,9 @@ class Saves:
         switch = self._changes.switch
         reshaped = switch is not None and not switch.is_nominal
         if reshaped and (folder is None or not saves_any_stages()):
-            if not self._changes.to_nominal_stages(iteration + 1):
+            fault = self._changes.to_nominal_stages(iteration + 1)
+            if fault is not None:
+                self._tell_unsaved(iteration, fault)
                 return
             reshaped = False
         if switch is not None and reshaped:
@@ -62,6 +64,14 @@ class Saves:
             original(iteration, *built, *rest, **kwargs)
         if folder is not None and self._rank == 0:
             self._keep_plan(folder)
+
+    def _tell_unsaved(self, iteration: int, fault: str) -> None:
+        if self._changes.reporter is not None:
+            self._changes.reporter.warning(
+                f"Nothing was saved for iteration {iteration}: checkpoints of this form go by the "
+                "recipe's own stages (those of --ckpt-format torch_dist, local ones apart, do "
+                f"not), and the job cannot go back to them: {fault}"
+            )
 
     def _keep_plan(self, folder: Path) -> None:
         plan, nominal = self._changes.current.plan, self._changes.current.nominal
@@ -106,15 +116,20 @@ def plan_to_resume(agreement: Agreement, changes: PlanChanges) -> Plan | None:
 def _loaded_plan() -> Plan | None:
     """On rank 0: the plan in the folder of the iteration that Megatron has loaded.
 
+    Of a non-persistent and another checkpoint of the same iteration Megatron loads the first. A
+    plan in a folder that it has not loaded may be any job's.
+
     Raises:
         BadInputError: a file that cannot be read as a plan.
     """
     args = get_args()
     if not args.iteration or args.load is None:
         return None
-    roots = (args.load, _replaced_root(args.load))
-    folders = [_folder(root, args.iteration) for root in roots]
-    return next((plan for folder in folders if (plan := kept_plan(folder))), None)
+    root = args.load
+    if args.non_persistent_ckpt_type == "global":
+        replaced = _replaced_root(args.load)
+        root = replaced if is_last_save(Path(replaced), args.iteration) else root
+    return kept_plan(_folder(root, args.iteration))
 
 
 def _saved_folder(iteration: int, *, persistent: bool) -> Path | None:

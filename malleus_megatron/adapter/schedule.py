@@ -21,7 +21,7 @@ def under_plan(job: "Job", schedule: Callable[..., Any]) -> Callable[..., Any]:
             return job.evaluate_step(schedule, kwargs)
         if not job.runs_steps:
             return schedule(**kwargs)
-        with _dividing_loss_by(job.loss_divisor(kwargs["num_microbatches"])):
+        with _dividing_loss_by(kwargs["num_microbatches"]):
             return job.run_schedule(schedule, kwargs)
 
     return forward_backward
@@ -33,7 +33,8 @@ def with_loss_divisor(original: Callable[..., Any]) -> Callable[..., Any]:
     Megatron divides each micro-batch's loss by its pipeline's count n and averages gradients over
     the D pipelines: 1 / (n * D). With n the nominal count that is 1 / all micro-batches of the
     step, whatever a pipeline's own count is, and the same operations in the same order as stock.
-    In a reshaped job gradients are summed over the owners, and the divisor is n * D.
+    In a reshaped job the owners of a slice do the same with its sum (`OwnerShards`): a micro-batch
+    overflows in fp16 where it does in stock.
     """
 
     @functools.wraps(original)

@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 from megatron.training.utils import print_rank_0
 
-from malleus_megatron.adapter.inputs import Inputs, check_plans, read_inputs
+from malleus_megatron.adapter.inputs import Inputs, check_alike, check_plans, read_inputs
 from malleus_megatron.adapter.job import Job
 from malleus_megatron.adapter.layers import layers_of
 from malleus_megatron.adapter.levels import (
@@ -27,7 +27,7 @@ from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.adapter.scalars import Scalars
-from malleus_megatron.adapter.standby import learn_reference
+from malleus_megatron.adapter.standby import Standby, learn_reference
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -84,6 +84,7 @@ def begin_setup(config: MalleusConfig, containers: Any, collection: Any) -> JobS
         error = met
     agreement.raise_together(error)
     assert inputs is not None
+    check_alike(inputs, config, agreement)
     return JobSetup(
         config=config,
         agreement=agreement,
@@ -148,20 +149,28 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     )
     if ground is not None:
         if memory is not None:
-            job.step_memory = StepMemory(ground.switch, built[1])
-        job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
+            job.step_memory = StepMemory(ground.switch)
+        job.standby = _standby(setup, clock.device, reporter)
     job.telemetry = _telemetry()
     job.scalars = Scalars() if Scalars.are_wanted() else None
     return job
 
 
-def _probe(setup: JobSetup, device: torch.device) -> Probe:
-    return Probe(
-        gpu=setup.agreement.rank,
-        device=device,
-        pace=setup.inputs.pace,
-        injection=setup.inputs.injection,
-    )
+def _standby(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> Standby | None:
+    def probe() -> Probe:
+        return Probe(
+            gpu=setup.agreement.rank,
+            device=device,
+            pace=setup.inputs.pace,
+            injection=setup.inputs.injection,
+        )
+
+    try:
+        return learn_reference(setup.agreement, probe)
+    except MigrationError as reason:
+        if reporter is not None:
+            reporter.warning(f"GPUs on standby are not probed, and stay there: {reason}")
+        return None
 
 
 def _ground(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Ground:

@@ -1,6 +1,7 @@
 """GPUs that train nothing now: probed while the others work, so that they can come back."""
 
 import math
+from collections.abc import Callable
 from statistics import median_low
 
 import torch
@@ -32,14 +33,29 @@ class Standby:
         return time_s / self._reference_s
 
 
-def learn_reference(agreement: Agreement, probe: Probe) -> Standby | None:
+def learn_reference(agreement: Agreement, make: Callable[[], Probe]) -> Standby | None:
     """Probe all GPUs at once before the first step; a collective.
 
     The lower median of all GPUs is the reference: up to half of them may be slow already.
 
+    Args:
+        agreement: The ranks' control channel.
+        make: Makes this rank's probe, which takes memory.
+
     Returns:
         None where no GPU could be timed.
+
+    Raises:
+        MigrationError: on all ranks, if one has no room for its probe.
     """
+    probe, time_s = agreement.together("probing the GPU", lambda: _timed(make()))
+    rows = agreement.exchange([time_s])
+    reference_s = median_low(row[0] for row in rows)
+    return Standby(probe, reference_s) if 0 < reference_s < math.inf else None
+
+
+def _timed(probe: Probe) -> tuple[Probe, float]:
+    """With its least time: the first runs warm up, and a busy host only ever adds."""
     times = []
     for _ in range(_LEARNING_RUNS):
         probe.run(0)
@@ -47,7 +63,4 @@ def learn_reference(agreement: Agreement, probe: Probe) -> Standby | None:
             torch.cuda.synchronize()
         time_s = probe.time_s()
         times.append(math.inf if time_s is None or math.isnan(time_s) else time_s)
-    # The first runs warm up, and a busy host only ever adds.
-    rows = agreement.exchange([min(times)])
-    reference_s = median_low(row[0] for row in rows)
-    return Standby(probe, reference_s) if 0 < reference_s < math.inf else None
+    return probe, min(times)

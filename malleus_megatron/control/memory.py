@@ -13,6 +13,7 @@ from malleus_megatron.cost.memory import StageMib, memory_faults, plan_memory_mi
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.render import in_mib
 
 _KEPT_PLANS = 8
 _NEWS = 0.02
@@ -104,18 +105,18 @@ class JobMemory:
         if peak <= self.limit.usable_mib:
             return None
         return (
-            f"GPU {gpu} used {peak:.0f} MiB in a step; plans may use {self._words()}. "
+            f"GPU {gpu} used {in_mib(peak)} MiB in a step; plans may use {self._words()}. "
             "What runs goes on; new plans keep to the limit."
         )
 
     def less_words(self) -> str:
         """A limit to try when this one was too high."""
-        return f"{0.9 * self.limit.memory_mib:.0f} MiB, say; now {self._words()}"
+        return f"{in_mib(0.9 * self.limit.memory_mib)} MiB, say; now {self._words()}"
 
     def _words(self) -> str:
         limit = self.limit
-        kept = f" less {limit.reserve_mib:.0f} MiB kept free" if limit.reserve_mib else ""
-        return f"{limit.memory_mib:.0f} MiB{kept} ({limit.source})"
+        kept = f" less {in_mib(limit.reserve_mib)} MiB kept free" if limit.reserve_mib else ""
+        return f"{in_mib(limit.memory_mib)} MiB{kept} ({limit.source})"
 
     def _sharing(self, plan: Plan) -> int:
         shares = self._nominal_shares or not plan.same_layout(self._nominal)

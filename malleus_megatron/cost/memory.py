@@ -3,6 +3,7 @@
 from malleus_megatron.cost.stage import ends_mib, num_inflight, stage_memory_mib
 from malleus_megatron.plan.plan import Pipeline, Plan
 from malleus_megatron.plan.problem import ModelMemory
+from malleus_megatron.plan.render import in_mib
 
 ROUNDING = 1e-9
 
@@ -26,7 +27,8 @@ def memory_faults(memory: ModelMemory, plan: Plan, limit_mib: float) -> list[str
     """Every stage that needs more than a limit, with the numbers; empty if the plan fits."""
     return [
         f"Pipeline {number}, stage {index}: {stage.num_layers} layers on {len(stage.gpus)} GPUs "
-        f"{list(stage.gpus)} need {need_mib:.0f} MiB a GPU; {limit_mib:.0f} MiB may be used."
+        f"{list(stage.gpus)} need {in_mib(need_mib)} MiB a GPU; {in_mib(limit_mib)} MiB may be "
+        "used."
         for number, (pipeline, needs_mib) in enumerate(
             zip(plan.pipelines, plan_memory_mib(memory, plan), strict=True)
         )

@@ -19,6 +19,7 @@ from malleus_megatron.migration.batches import (
 )
 from malleus_megatron.migration.holdings import Holdings
 from malleus_megatron.migration.transfers import TransferPlan
+from malleus_megatron.plan.render import in_mib
 
 MIB = 2**20
 SLACK_BYTES = MIB
@@ -113,7 +114,8 @@ def choose_course(
             f"{_least(max(extra.whole, extra.building), 0, largest_buffers)} MiB to keep both, or "
             f"{_least(extra.freeing, extra.building, largest_buffers)} MiB to give the old one "
             "back on the way; "
-            f"--malleus-migration-memory allows {bound_bytes // MIB} MiB."
+            f"--malleus-migration-memory allows {in_mib(bound_bytes / MIB)} MiB. Give it "
+            "as much, or leave it out."
         )
     limits = {gpu: max(old.all_bytes(gpu), new.all_bytes(gpu)) + room - buffers for gpu in gpus}
     return Course(batches=cut_into_batches(order, limits, round_bytes), frees=True)

@@ -8,6 +8,8 @@ MOST_MICROBATCHES = 1_000_000
 LARGEST_RATE = 1e6
 """A GPU that takes a million times as long has failed."""
 SHORTEST_S, LONGEST_S = 1e-9, 1e9
+LONGEST_LAYER_S = 3600.0
+"""Of a pace: at the largest rate still a time that a process can sleep."""
 LARGEST_MIB = 1e12
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import read_json
 from malleus_megatron.plan.fields import as_dict, as_float, required
+from malleus_megatron.plan.limits import LONGEST_LAYER_S
 from malleus_megatron.plan.plan import Plan
 
 
@@ -18,9 +19,9 @@ class LayerPace:
     backward_s: float
 
     def __post_init__(self) -> None:
-        """Refuse times that are no positive finite number."""
-        _positive(self.forward_s, "forward_s")
-        _positive(self.backward_s, "backward_s")
+        """Refuse times that are no positive number, or so long that nobody can mean them."""
+        _layer_time(self.forward_s, "forward_s")
+        _layer_time(self.backward_s, "backward_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +59,8 @@ def pace_from_json(document: Any, where: str = "pace") -> Pace:
     """Read pace.json. Unknown fields are let through.
 
     Raises:
-        BadInputError: a missing field, a key that is no TP degree, a time that is no positive
-            number, or degrees that only one of the two tables has.
+        BadInputError: a missing field, a key that is no TP degree, a time that is not
+            within limits, or degrees that only one of the two tables has.
     """
     body = as_dict(document, where)
     forward = _times(body, "layer_forward_s", where)
@@ -93,16 +94,18 @@ def _times(body: dict[str, Any], name: str, where: str) -> dict[int, float]:
         digits = key.isascii() and key.isdigit() and len(key) <= _LONGEST_DEGREE
         if not digits or int(key) < 1:
             raise BadInputError(f"{where}.{name}: {key[:40]!r} is not a TP degree.")
-        times[int(key)] = _positive(value, place)
+        times[int(key)] = _layer_time(value, place)
     if not times:
         raise BadInputError(f"{where}.{name}: names no TP degree.")
     return times
 
 
-def _positive(value: Any, where: str) -> float:
+def _layer_time(value: Any, where: str) -> float:
     time_s = as_float(value, where)
-    if time_s <= 0:
-        raise BadInputError(f"{where}: {value} s must be above 0.")
+    if not 0 < time_s <= LONGEST_LAYER_S:
+        raise BadInputError(
+            f"{where}: {time_s} s must be above 0 and at most {LONGEST_LAYER_S:g} s."
+        )
     return time_s
 
 

@@ -12,6 +12,9 @@ MOST_STAGES = 60
 MOST_PIPELINES_IN_SHORT = 8
 """One line names no more of them."""
 
+_WHOLE_MIB = 1e5
+"""From here on fractions say nothing."""
+
 
 def render_plan(
     plan: Plan,
@@ -53,6 +56,11 @@ def in_short(plan: Plan) -> str:
     if plan.standby:
         shown.append(f"standby {gpu_ranges(plan.standby)}")
     return ", ".join(shown)
+
+
+def in_mib(size_mib: float) -> str:
+    """A size for a message, with the digits that a user may have given."""
+    return f"{size_mib:.0f}" if size_mib >= _WHOLE_MIB else f"{size_mib:.6g}"
 
 
 def gpu_ranges(gpus: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from malleus_megatron.cost.prediction import STEP_TIME
 from malleus_megatron.cost.validity import memory_limit_mib
 from malleus_megatron.errors import InfeasiblePlanError
 from malleus_megatron.plan.problem import Problem
+from malleus_megatron.plan.render import in_mib
 from malleus_megatron.planner.costs import SearchCosts
 
 
@@ -30,17 +31,21 @@ def check_possible(problem: Problem) -> None:
             f"{problem.num_microbatches} micro-batches for {wanted} pipelines; every pipeline "
             "needs at least 1. Lower parallel.num_pipelines."
         )
-    memory, limit_mib = problem.memory, memory_limit_mib(problem)
-    if memory is None or limit_mib is None:
+    memory, limit_mib, has_mib = (
+        problem.memory,
+        memory_limit_mib(problem),
+        problem.cluster.memory_mib,
+    )
+    if memory is None or limit_mib is None or has_mib is None:
         return
     largest = max(size for size in problem.tensor_parallel_sizes)
     layer_mib = memory.layer_mib(1) * memory.reference_tp / largest + memory.replicated_mib
     if layer_mib + memory.fixed_mib > limit_mib:
         raise InfeasiblePlanError(
-            f"One layer with one micro-batch on a TP group of {largest} needs {layer_mib:.0f} MiB "
-            f"a GPU plus {memory.fixed_mib:.0f} MiB fixed; of cluster.memory_mib "
-            f"{problem.cluster.memory_mib:g} MiB only {limit_mib:.0f} MiB may be used "
-            f"({memory.reserve_mib:.0f} MiB are reserved)."
+            f"One layer with one micro-batch on a TP group of {largest} needs "
+            f"{in_mib(layer_mib)} MiB a GPU plus {in_mib(memory.fixed_mib)} MiB fixed; of "
+            f"cluster.memory_mib {in_mib(has_mib)} MiB only "
+            f"{in_mib(limit_mib)} MiB may be used ({in_mib(memory.reserve_mib)} MiB are reserved)."
         )
 
 

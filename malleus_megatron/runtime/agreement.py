@@ -83,7 +83,9 @@ class Agreement:
             None if failure is None else f"{what} failed on rank {self.rank}: {_short(failure)}"
         )
         if reason is not None:
-            raise MigrationError(reason) from failure
+            failed = MigrationError(reason)
+            failed.on_all_ranks = True
+            raise failed from failure
         return cast("T", result)
 
     def first_text(self, text: str | None) -> str | None:
@@ -102,16 +104,15 @@ class Agreement:
         return bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
 
     def first_difference(self, text: str) -> str | None:
-        """On every rank: how a rank's text differs from rank 0's, or None if all are equal.
+        """On every rank: how a rank's text differs from rank 0's, or None if all are equal."""
+        unlike = self.unlike_ranks(text)
+        return f"rank {unlike[0]} holds another plan than rank 0" if unlike else None
 
-        Texts are compared by their hash.
-        """
+    def unlike_ranks(self, text: str) -> list[int]:
+        """On every rank: those whose text is not rank 0's. Texts are compared by their hash."""
         digest = hashlib.sha256(text.encode()).digest()
         rows = self.exchange([float(byte) for byte in digest[:16]])
-        for rank, row in enumerate(rows):
-            if row != rows[0]:
-                return f"rank {rank} holds another plan than rank 0"
-        return None
+        return [rank for rank, row in enumerate(rows) if row != rows[0]]
 
     def raise_together(self, error: MalleusError | None) -> None:
         """Raise on every rank if any rank has an error, so that no rank waits for one that left.

@@ -57,8 +57,7 @@ class Blocks:
         """Let these blocks have memory again, with any values."""
         for name in names:
             for storage, extent in self._storages[name]:
-                if storage.nbytes() < extent:
-                    storage.resize_(extent)
+                _give(storage, extent)
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
@@ -76,8 +75,7 @@ def present(tensors: Sequence[Tensor], *, afterwards: bool) -> Iterator[None]:
         afterwards: Whether they keep it.
     """
     for tensor in tensors:
-        if tensor.untyped_storage().nbytes() < _extent(tensor):
-            tensor.untyped_storage().resize_(_extent(tensor))
+        _give(tensor.untyped_storage(), _extent(tensor))
     yield
     if not afterwards:
         give_back(tensors)
@@ -86,3 +84,9 @@ def present(tensors: Sequence[Tensor], *, afterwards: bool) -> Iterator[None]:
 def _extent(tensor: Tensor) -> int:
     """Bytes of the memory up to the tensor's end, which has no gaps."""
     return (int(tensor.storage_offset()) + tensor.numel()) * tensor.element_size()
+
+
+def _give(storage: torch.UntypedStorage, extent: int) -> None:
+    """Let a storage have so many bytes again, if it has fewer."""
+    if storage.nbytes() < extent:
+        storage.resize_(extent)

@@ -22,6 +22,8 @@ class Groups:
         self._timeout = timeout
         self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self._asked: dict[tuple[int, ...], None] = {}
+        self._unused: list[tuple[int, ...]] = []
+        """Made since the last plan came into force."""
 
     def make(self, rank_sets: Iterable[Sequence[int]]) -> None:
         """Make a plan's groups, those that do not exist yet.
@@ -36,6 +38,14 @@ class Groups:
             self._asked[key] = None
             if key not in self._made:
                 self._made[key] = self._new(key)
+                self._unused.append(key)
+
+    def give_up_unused(self) -> None:
+        """Give up what was made for a plan that did not come into force."""
+        for key in self._unused:
+            self._give_up(key)
+        self._unused.clear()
+        self._asked.clear()
 
     def trim(self) -> None:
         """Give up the oldest groups beyond the limit, but none asked for since the last trim.
@@ -47,9 +57,8 @@ class Groups:
                 break
             if key in self._asked:
                 continue
-            group = self._made.pop(key)
-            if group is not None:
-                dist.destroy_process_group(group)
+            self._give_up(key)
+        self._unused.clear()
         self._asked.clear()
 
     def of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -65,6 +74,11 @@ class Groups:
     def __len__(self) -> int:
         """How many groups there are."""
         return len(self._made)
+
+    def _give_up(self, key: tuple[int, ...]) -> None:
+        group = self._made.pop(key)
+        if group is not None:
+            dist.destroy_process_group(group)
 
     def _new(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         made = dist.new_group(list(ranks), timeout=self._timeout)

@@ -63,13 +63,16 @@ class LayerClock:
         """Time these layers instead of any others.
 
         A layer takes its hidden states as `hidden_states` or as its first argument, and returns
-        them, alone or first in a tuple. No layer may lie inside another.
+        them, alone or first in a tuple. No layer may lie inside another. What the device has not
+        passed yet of others is forgotten: it would be taken for these.
 
         Raises:
             BadInputError: the pace has no times for this TP degree; nothing has changed then.
         """
         if self._stretch is not None:
             self._stretch.reset(tp_degree)
+        while self._finished:
+            self._stopwatch.give_back(self._finished.popleft().marks)
         self._hooks.attach(layers)
         self._num_layers = len(layers)
 

@@ -27,12 +27,17 @@ def measure_links(
 
     Returns:
         The same on all ranks: the median of what they measured.
+
+    Raises:
+        MigrationError: on all ranks, if one has no room.
     """
     rank = agreement.rank
     inside = _ring(rank, _inside(rank, node_of))
     between = _ring(rank, _between(rank, node_of))
-    probe = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
-    into = torch.empty_like(probe)
+    probe, into = agreement.together(
+        "making room to measure the links",
+        lambda: torch.zeros(2, PROBE_BYTES, dtype=torch.uint8, device=device).unbind(),
+    )
 
     def swap_one() -> None:
         _swap(inside, probe[:1], into[:1])

@@ -9,7 +9,7 @@ from malleus_megatron.errors import BadInputError, SidecarError
 from malleus_megatron.plan.plan import check_world
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.process import Sidecar
-from malleus_megatron.sidecar.transport import Transport
+from malleus_megatron.sidecar.transport import PLANNING_PATH, Transport
 
 _MAX_RESTARTS = 3
 _FIRST_PAUSE_S = 0.5
@@ -90,7 +90,7 @@ class Conversation:
             self._job_is_known = True
 
     def _decision(self, observation: Observation) -> Decision:
-        answer = self._ask("/v1/samples", protocol.observation_to_json(observation))
+        answer = self._ask(PLANNING_PATH, protocol.observation_to_json(observation))
         decision = protocol.decision_from_json(answer)
         if decision.offer is not None:
             check_world(decision.offer, self._num_gpus)

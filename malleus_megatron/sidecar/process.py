@@ -15,7 +15,7 @@ import malleus_megatron
 from malleus_megatron.errors import BadInputError, SidecarError
 from malleus_megatron.plan.fields import as_int, required
 from malleus_megatron.sidecar.protocol import decode
-from malleus_megatron.sidecar.transport import REPLY_TIMEOUT_S, HttpTransport, Transport
+from malleus_megatron.sidecar.transport import PLANNING_TIMEOUT_S, HttpTransport, Transport
 
 _log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 2.0
@@ -64,7 +64,7 @@ class OwnSidecar:
     """A process on this machine that ends with us, even if we are killed."""
 
     def __init__(
-        self, *, ready_timeout_s: float = 60.0, reply_timeout_s: float = REPLY_TIMEOUT_S
+        self, *, ready_timeout_s: float = 60.0, reply_timeout_s: float = PLANNING_TIMEOUT_S
     ) -> None:
         """Nothing starts before `launch`."""
         self._ready_timeout_s = ready_timeout_s

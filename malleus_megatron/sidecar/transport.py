@@ -14,8 +14,11 @@ type Transport = Callable[[str, bytes], bytes]
 
 _CHUNK_BYTES = 65536
 
-REPLY_TIMEOUT_S = 60.0
+PLANNING_TIMEOUT_S = 60.0
 """A plan for a thousand GPUs with many unlike stragglers takes some of it; training never waits."""
+REPLY_TIMEOUT_S = 20.0
+"""Of what takes no planning, on a busy host."""
+PLANNING_PATH = "/v1/samples"
 
 
 class HttpTransport:
@@ -29,10 +32,15 @@ class HttpTransport:
         self,
         url: str,
         *,
-        timeout_s: float = REPLY_TIMEOUT_S,
+        timeout_s: float = PLANNING_TIMEOUT_S,
         max_reply_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """Check the URL; nothing is sent yet.
+
+        Args:
+            url: Of the sidecar.
+            timeout_s: Of an answer that may take planning; others have less.
+            max_reply_bytes: Of an answer.
 
         Raises:
             BadInputError: the URL is not http://HOST:PORT.
@@ -48,13 +56,16 @@ class HttpTransport:
         Raises:
             SidecarError: no answer in time, none at all, too long a one, or a refusal.
         """
-        connection = HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        timeout_s = self._timeout_s
+        if path != PLANNING_PATH:
+            timeout_s = min(timeout_s, REPLY_TIMEOUT_S)
+        connection = HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
             connection.request("POST", path, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
-            answer = self._read(response)
+            answer = self._read(response, timeout_s)
         except TimeoutError as error:
-            raise self._late() from error
+            raise self._late(timeout_s) from error
         except (OSError, HTTPException, ValueError) as error:
             raise SidecarError(f"{self.url} cannot be used: {_reason(error)}.") from error
         finally:
@@ -64,19 +75,19 @@ class HttpTransport:
             raise SidecarError(f"{self.url}{path} answered {response.status}: {text!r}.")
         return answer
 
-    def _read(self, response: HTTPResponse) -> bytes:
+    def _read(self, response: HTTPResponse, timeout_s: float) -> bytes:
         answer = bytearray()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         while chunk := response.read1(_CHUNK_BYTES):
             answer += chunk
             if len(answer) > self._max_reply_bytes:
                 raise SidecarError(f"{self.url} answered more than {self._max_reply_bytes} bytes.")
             if time.monotonic() > deadline:
-                raise self._late()
+                raise self._late(timeout_s)
         return bytes(answer)
 
-    def _late(self) -> SidecarError:
-        return SidecarError(f"{self.url} did not answer within {self._timeout_s:g} s.")
+    def _late(self, timeout_s: float) -> SidecarError:
+        return SidecarError(f"{self.url} did not answer within {timeout_s:g} s.")
 
 
 def _split(url: str) -> tuple[str, int]:

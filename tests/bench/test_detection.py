@@ -8,7 +8,7 @@ import pytest
 
 from malleus_megatron.plan.codec import plan_to_json
 from malleus_megatron.plan.plan import Plan
-from tests.e2e.test_reshape_safety import plan_of
+from tests.harness.plans import plan_of
 from tests.harness.training import Grid, read_lines, train, write_json
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]

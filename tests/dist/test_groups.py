@@ -60,3 +60,26 @@ def test_what_one_plan_needs_is_never_given_up() -> None:
 def test_the_oldest_is_given_up_beyond_the_bound() -> None:
     """Only once the next plan is in force: until then the old one's are needed."""
     assert run_ranks(2, overflow) == [(3, 2, True, 2.0)] * 2
+
+
+def give_up() -> tuple[list[int], bool, float]:
+    groups = module.Groups(timedelta(seconds=30))
+    groups.make([(0, 1)])
+    groups.trim()
+    sizes = [len(groups), len(dist.distributed_c10d._world.pg_map)]
+    groups.make([(0, 1), (0,), (0, 1, 2)])
+    groups.give_up_unused()
+    sizes += [len(groups), len(dist.distributed_c10d._world.pg_map)]
+    groups.give_up_unused()
+    groups.make([(0, 1, 2)])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, group=groups.of((0, 1, 2)))
+    kept = dist.get_rank() == 2 or dist.get_rank(groups.of((0, 1))) == dist.get_rank()
+    return sizes, kept, tensor.item()
+
+
+def test_what_a_failed_switch_has_made_is_given_up_and_nothing_else() -> None:
+    for sizes, kept, total in run_ranks(3, give_up):
+        assert sizes[:2] == sizes[2:]
+        assert kept
+        assert total == 3.0

@@ -208,3 +208,18 @@ def test_on_a_gpu_no_wait_is_replaced() -> None:
     assert [row.target for row in wait_rows(LayerClock(gpu=0, device=CPU))] == [
         "torch.distributed.distributed_c10d.Work.wait"
     ]
+
+
+def test_what_the_device_has_not_passed_of_other_layers_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under another plan it would be taken for a time of the layers that are there now."""
+    job = Job(monkeypatch)
+    job.step(7, num_microbatches=2)
+    job.clock.attach(job.layers[:2])
+    assert job.clock.read() is None
+    job.layers = job.layers[:2]
+    job.step(8, num_microbatches=2)
+    sample = job.clock.read()
+    assert sample is not None
+    assert (sample.iteration, sample.num_layers, sample.num_microbatches) == (8, 2, 2)

@@ -68,6 +68,8 @@ class Attempt:
     """What is not as before, after a failure."""
     left_over: int = 0
     """Models built for it that are still in memory."""
+    groups: int = 0
+    """Process groups made for it that are still there."""
     gradients: list[str] = field(default_factory=list)
     """Of the old stage's buffers, those that a failure did not leave as zeros."""
 
@@ -104,7 +106,7 @@ class Saboteur:
         def go(switch: Switch, see: Any, plan: Any, iteration: int) -> Any:
             attempt = Attempt()
             self.attempts.append(attempt)
-            before = picture(switch)
+            before, groups = picture(switch), len(switch._groups)
             self._built, self._going = [], True
             try:
                 migration = original(switch, see, plan, iteration)
@@ -120,6 +122,7 @@ class Saboteur:
                 self._write(switch)
                 return migration
             attempt.left_over = sum(built() is not None for built in self._built)
+            attempt.groups = len(switch._groups) - groups
             attempt.changed = differing(before, picture(switch))
             attempt.gradients = gradients_amiss(switch)
             self._write(switch)

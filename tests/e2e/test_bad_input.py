@@ -78,6 +78,15 @@ def pace_without_the_degree(folder: Path) -> list[str]:
     return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
 
 
+def pace_beyond_any_layer(folder: Path) -> list[str]:
+    pace = {"layer_forward_s": {"1": 1e308}, "layer_backward_s": {"1": 1e308}}
+    return ["--malleus-pace", str(write_json(folder / "pace.json", pace))]
+
+
+def empty_path(folder: Path) -> list[str]:
+    return ["--malleus-plan", ""]
+
+
 def plan_without_a_pace(folder: Path) -> list[str]:
     pace = {"layer_forward_s": {"1": 0.01}, "layer_backward_s": {"1": 0.02}}
     plan = Grid(pipelines=1, tp=2).plan((8,))
@@ -111,6 +120,8 @@ def odd_sidecar(folder: Path) -> list[str]:
         (rate_that_is_no_number, "nan"),
         (pace_without_the_degree, "TP degree 1"),
         (plan_without_a_pace, "TP degree 2"),
+        (pace_beyond_any_layer, "at most 3600 s"),
+        (empty_path, "--malleus-plan: the path is empty"),
         (level_out_of_reach, "this job reaches rebalance"),
         (odd_sidecar, "ftp://there"),
     ],
@@ -125,9 +136,21 @@ def test_one_message_and_status_2(flags: Any, message: str, tmp_path: Path) -> N
     assert not record.exists()
 
 
-def test_a_file_that_only_one_rank_lacks_stops_all_ranks(tmp_path: Path) -> None:
+UNLIKE = {
+    "absent": (None, "plan-1.json"),
+    "another plan": (TWO.plan((3, 5)), "not what rank 0 has, on rank 1. Give the same file"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_file_that_is_not_the_same_on_all_nodes_stops_all_ranks(
+    case: str, tmp_path: Path
+) -> None:
     """Rank 1 runs in a folder of its own; no rank may wait for one that has left."""
+    other, said = UNLIKE[case]
     good = write_json(tmp_path / "plan-0.json", TWO.plan((5, 3)))
+    if other is not None:
+        write_json(tmp_path / "plan-1.json", other)
     script = tmp_path / "train.py"
     script.write_text(
         "import os, runpy, sys\n"
@@ -149,5 +172,7 @@ def test_a_file_that_only_one_rank_lacks_stops_all_ranks(tmp_path: Path) -> None
         ],
         expect_exit=EXIT_BAD_INPUT,
     )
+    messages = [rank.output.count("malleus: rank 1: ") for rank in ranks]
+    assert messages == [1, 0]
     assert "plan-1.json" in ranks[0].output
-    assert "rank 1" in ranks[0].output
+    assert said in ranks[0].output

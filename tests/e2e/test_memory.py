@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from malleus_megatron.plan.cluster import Cluster
-from malleus_megatron.plan.codec import plan_to_json
-from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import Model, Problem
 from malleus_megatron.plan.rates import Rates
 from malleus_megatron.planner.search import make_plan
+from tests.harness.plans import plan_of
 from tests.harness.ranks import run_script
 from tests.harness.recipes import LLAMA, Recipe
-from tests.harness.training import Grid, assert_same_training, read_lines, train, write_json
+from tests.harness.reshaping import events_of, write_plans
+from tests.harness.training import Grid, assert_same_training, train, write_json
 
 pytestmark = pytest.mark.e2e
 
@@ -31,22 +32,7 @@ AGREEMENT = (0.95, 1.15)
 
 
 def two_stages(layers: Sequence[int]) -> Plan:
-    ends = itertools.pairwise([0, *itertools.accumulate(layers)])
-    stages = tuple(Stage(gpus=(gpu,), layers=span) for gpu, span in enumerate(ends))
-    return Plan(
-        num_layers=8,
-        num_microbatches=8,
-        pipelines=(Pipeline(num_microbatches=8, stages=stages),),
-    )
-
-
-def write_plan(folder: Path, layers: Sequence[int], iteration: int) -> Path:
-    write_json(folder / "plan.json", plan_to_json(two_stages(layers)))
-    return write_json(folder / "schedule.json", [{"iteration": iteration, "plan": "plan.json"}])
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(folder / "events.jsonl") if event["event"] == kind]
+    return plan_of((8, [((gpu,), count) for gpu, count in enumerate(layers)]))
 
 
 def most_layers(plan: Plan) -> int:
@@ -79,7 +65,8 @@ def test_the_best_plan_that_fits_is_taken_and_another_refused(tmp_path: Path) ->
         RECIPE.grid,
         free / "losses.jsonl",
         *("--malleus", "--malleus-sidecar", "none", "--malleus-memory", "100000"),
-        *("--malleus-plan-schedule", write_plan(free, (1, 7), 4), "--malleus-log-dir", free),
+        *("--malleus-plan-schedule", write_plans(free, {4: two_stages((1, 7))})),
+        *("--malleus-log-dir", free),
         recipe=RECIPE.words,
         iterations=6,
     )
@@ -94,7 +81,7 @@ def test_the_best_plan_that_fits_is_taken_and_another_refused(tmp_path: Path) ->
         RECIPE.grid,
         tight / "losses.jsonl",
         *("--malleus", "--malleus-memory", f"{limit}", "--malleus-log-dir", tight),
-        *("--malleus-plan-schedule", write_plan(tight, (1, 7), 4)),
+        *("--malleus-plan-schedule", write_plans(tight, {4: two_stages((1, 7))})),
         *("--malleus-pace", write_json(tight / "pace.json", PACE)),
         "--malleus-inject",
         write_json(
@@ -126,7 +113,7 @@ def test_a_plan_whose_parameters_alone_do_not_fit_is_refused_at_the_start(tmp_pa
         RECIPE.grid,
         tmp_path / "losses.jsonl",
         *("--malleus", "--malleus-sidecar", "none", "--malleus-memory", "2"),
-        *("--malleus-plan-schedule", write_plan(tmp_path, (1, 7), 4)),
+        *("--malleus-plan-schedule", write_plans(tmp_path, {4: two_stages((1, 7))})),
         recipe=RECIPE.words,
         expect_exit=2,
     )
@@ -142,7 +129,7 @@ def test_out_of_memory_in_a_step_under_a_plan_says_what_to_do(tmp_path: Path) ->
             *("-m", "tests.e2e.out_of_memory", *RECIPE.words, *RECIPE.grid.flags),
             *("--train-iters", "6", "--malleus", "--malleus-sidecar", "none"),
             *("--malleus-memory", "1000"),
-            *("--malleus-plan-schedule", write_plan(tmp_path, (2, 6), 3)),
+            *("--malleus-plan-schedule", write_plans(tmp_path, {3: two_stages((2, 6))})),
         ],
         timeout_s=60.0,
         expect_exit=None,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from malleus_megatron.plan.codec import plan_id, plan_to_json
-from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from tests.harness.plans import plan_of
 from tests.harness.ranks import RankOutcome, run_ranks, run_script
 from tests.harness.recipes import (
     ALL_OVERLAPPED,
@@ -26,6 +26,7 @@ from tests.harness.recipes import (
     SMOOTH,
     UNTIED,
 )
+from tests.harness.reshaping import UNDER_PLANS, write_plans
 from tests.harness.training import Grid, read_lines, train, write_json
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -37,30 +38,9 @@ TP1 = Grid(pipelines=4)
 TP2_PP2 = Grid(pipelines=1, stages=2, tp=2)
 PP4 = Grid(pipelines=1, stages=4)
 
-
-def stage(gpus: tuple[int, ...], start: int, end: int) -> Stage:
-    return Stage(gpus=gpus, layers=(start, end))
-
-
-def plan(
-    counts: tuple[int, ...], *pipelines: tuple[Stage, ...], standby: tuple[int, ...] = ()
-) -> Plan:
-    return Plan(
-        num_layers=4,
-        num_microbatches=sum(counts),
-        pipelines=tuple(
-            Pipeline(num_microbatches=count, stages=stages)
-            for count, stages in zip(counts, pipelines, strict=True)
-        ),
-        standby=standby,
-    )
-
-
-MIXED_TP = plan((3, 5), (stage((3,), 0, 1), stage((0,), 1, 4)), (stage((1, 2), 0, 4),))
-UNLIKE_LAYERS = plan(
-    (6, 2), (stage((0,), 0, 3), stage((1,), 3, 4)), (stage((2,), 0, 1), stage((3,), 1, 4))
-)
-STANDBY = plan((8,), (stage((1, 2), 0, 3), stage((3,), 3, 4)), standby=(0,))
+MIXED_TP = plan_of((3, [((3,), 1), ((0,), 3)]), (5, [((1, 2), 4)]))
+UNLIKE_LAYERS = plan_of((6, [((0,), 3), ((1,), 1)]), (2, [((2,), 1), ((3,), 3)]))
+STANDBY = plan_of((8, [((1, 2), 3), ((3,), 1)]), standby=(0,))
 PLANS = {2: MIXED_TP, 4: UNLIKE_LAYERS, 5: STANDBY}
 SAVING = ("--save-interval", "2")
 LAST = 7
@@ -122,23 +102,19 @@ def words_of(case: Case, grid: Grid) -> list[str]:
 
 
 def under(*flags: object) -> tuple[str, ...]:
-    words = ("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape")
-    return (*words, *map(str, flags))
+    return (*UNDER_PLANS, *map(str, flags))
 
 
 def save_under_plans(case: Case, folder: Path, iterations: int = 5) -> list[RankOutcome]:
     """Train and save; checkpoints, losses and events lie in the folder."""
-    grid, schedule = case.nominal, []
-    for iteration, asked in PLANS.items():
-        write_json(folder / f"plan-{iteration}.json", plan_to_json(asked))
-        schedule.append({"iteration": iteration, "plan": f"plan-{iteration}.json"})
+    grid = case.nominal
     return run_script(
         4,
         [
             *(str(SCRIPT), *words_of(case, grid), *grid.flags, *case.saving.split(), *SAVING),
             *("--train-iters", str(iterations), "--save", str(folder / "checkpoints")),
             *("--malleus-record", str(folder / "ours.jsonl")),
-            *under("--malleus-plan-schedule", write_json(folder / "schedule.json", schedule)),
+            *under("--malleus-plan-schedule", write_plans(folder, PLANS)),
             *("--malleus-log-dir", str(folder)),
         ],
         env={"WRITER": case.writer or "plain"},

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from malleus_megatron.plan.codec import plan_to_json
-from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from malleus_megatron.plan.plan import Plan
+from tests.harness.plans import plan_of
 from tests.harness.ranks import RankOutcome, run_script
+from tests.harness.reshaping import UNDER_PLANS, write_plans
 from tests.harness.training import (
     TINY_GPT,
     Grid,
     assert_same_training,
     read_lines,
     train,
-    write_json,
 )
 
 pytestmark = pytest.mark.e2e
@@ -23,43 +23,14 @@ FP32 = 1e-6
 GRID = Grid(pipelines=2, tp=2)
 GROWING = Grid(pipelines=2, tp=2, growth="0:8 768:16")
 WITH_DATA = tuple(word for word in TINY_GPT if word != "--mock-data")
-
-
-def stage(gpus: tuple[int, ...], start: int, end: int) -> Stage:
-    return Stage(gpus=gpus, layers=(start, end))
-
-
-def plan(
-    counts: tuple[int, ...], *pipelines: tuple[Stage, ...], standby: int | None = None
-) -> Plan:
-    return Plan(
-        num_layers=4,
-        num_microbatches=sum(counts),
-        pipelines=tuple(
-            Pipeline(num_microbatches=count, stages=stages)
-            for count, stages in zip(counts, pipelines, strict=True)
-        ),
-        standby=() if standby is None else (standby,),
-    )
-
-
-UNLIKE = plan((3, 5), (stage((3,), 0, 1), stage((0,), 1, 4)), (stage((1, 2), 0, 4),))
-THREE = plan((2, 1, 5), (stage((2,), 0, 4),), (stage((0,), 0, 4),), (stage((1,), 0, 4),), standby=3)
-ONE = plan((8,), (stage((1,), 0, 2), stage((2, 3), 2, 4), stage((0,), 4, 4)))
-
-
-def write_plans(folder: Path, plans: dict[int, Plan]) -> Path:
-    schedule = []
-    for iteration, asked in plans.items():
-        name = f"plan-{iteration}.json"
-        write_json(folder / name, plan_to_json(asked))
-        schedule.append({"iteration": iteration, "plan": name})
-    return write_json(folder / "schedule.json", schedule)
+UNLIKE = plan_of((3, [((3,), 1), ((0,), 3)]), (5, [((1, 2), 4)]))
+THREE = plan_of((2, [((2,), 4)]), (1, [((0,), 4)]), (5, [((1,), 4)]), standby=(3,))
+ONE = plan_of((8, [((1,), 2), ((2, 3), 2), ((0,), 0)]))
 
 
 def under(schedule: Path, folder: Path) -> list[str]:
     return [
-        *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
+        *UNDER_PLANS,
         *("--malleus-plan-schedule", str(schedule), "--malleus-log-dir", str(folder)),
     ]
 

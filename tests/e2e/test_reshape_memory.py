@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_reshape_safety import (
-    RANKS,
-    events_of,
-    nominal_of,
-    plan_of,
-    run_job,
-    train_stock,
-)
+from tests.harness.plans import plan_of
 from tests.harness.recipes import BF16, CLIPPED, LLAMA, Recipe
+from tests.harness.reshaping import events_of, nominal_of, run_job, train_stock
 from tests.harness.training import Grid, assert_same_training
 
 pytestmark = pytest.mark.e2e
 
+RANKS = range(4)
 MIB = 2**20
+ONE_WAY_MIB = 3
+"""Enough for the way into plan B, and not for the way back."""
 GRID = Grid(pipelines=2, stages=2, num_microbatches=4)
 B = plan_of((4, [((0, 3), 3), ((1,), 1)]), standby=(2,))
 C = plan_of((1, [((3,), 4)]), (3, [((2,), 1), ((0, 1), 3)]))
@@ -86,10 +83,22 @@ def test_a_bound_that_is_too_low_is_refused_before_anything_changes(tmp_path: Pa
     assert [event["generation"] for event in events_of(tmp_path, "iteration")] == [0, 0, 0]
 
 
+def test_a_plan_that_could_not_be_left_within_the_bound_is_declined(tmp_path: Path) -> None:
+    """The recipe's own optimizer is built with all of its state: the way back takes more."""
+    settings = bounded(ONE_WAY_MIB, tour_at=9)
+    settings["flags"] += ["--eval-iters", "1", "--split", "90,10,0"]
+    run_job("there_and_back", wide(BF16), tmp_path, {2: ("plan", B)}, iterations=3, **settings)
+    (message,) = [event["message"] for event in events_of(tmp_path, "warning")]
+    assert "from it there is no way back to the recipe's plan: " in message
+    assert f"--malleus-migration-memory allows {ONE_WAY_MIB} MiB. Give it as much" in message
+    assert events_of(tmp_path, "plan") == events_of(tmp_path, "migration") == []
+    assert [event["generation"] for event in events_of(tmp_path, "iteration")] == [0, 0, 0]
+
+
 def test_once_old_state_has_left_a_failure_ends_the_job_on_all_ranks(tmp_path: Path) -> None:
     """Every third step fails once, and changes nothing; the first that is final ends it."""
     at = dict.fromkeys(range(2, 40), ("plan", B))
-    settings = bounded(3)
+    settings = bounded(ONE_WAY_MIB + 1)
     settings["env"]["STRIDE"] = "3"
     run_job("failing_migration", wide(BF16), tmp_path, at, iterations=40, expect_exit=2, **settings)
     logs = logs_of(tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from malleus_megatron.plan.plan import Plan
-from tests.e2e.test_reshape_safety import events_of, nominal_of, plan_of, run_job
+from tests.harness.plans import plan_of
 from tests.harness.ranks import run_script
 from tests.harness.recipes import (
     ALL_OVERLAPPED,
@@ -19,6 +19,7 @@ from tests.harness.recipes import (
     Recipe,
     random_job_plan,
 )
+from tests.harness.reshaping import events_of, nominal_of, run_job, train_stock
 from tests.harness.training import Grid, assert_same_training, read_lines
 
 pytestmark = pytest.mark.e2e
@@ -98,4 +99,25 @@ def test_an_overflow_of_one_rank_lets_all_skip_the_step(overlap: str, tmp_path: 
     assert [line["iteration"] for line in read_lines(ours) if line["skipped"]] == skipped
     assert_same_training(ours, stock, relative=5e-4)
     assert [event["iteration"] for event in events_of(tmp_path, "plan")] == [*plans]
+    assert events_of(tmp_path, "warning") == []
+
+
+def test_a_loss_scale_near_overflow_skips_the_steps_that_stock_skips(tmp_path: Path) -> None:
+    """The scale starts too high, and grows again every two steps: it is always near the edge."""
+    grid = Grid(pipelines=2, tp=2, num_microbatches=8)
+    scaled = "--fp16 --initial-loss-scale 1048576 --hysteresis 1 --loss-scale-window 2"
+    recipe = Recipe(name="fp16", grid=grid, flags=f"{LLAMA} {SMOOTH} {CLIPPED} {scaled}")
+    plans = {
+        1: ("A", plan_of((5, [((0,), 3), ((3,), 1)]), (3, [((1, 2), 4)]))),
+        8: ("B", plan_of((8, [((3, 0), 1), ((1,), 3)]), standby=(2,))),
+    }
+    env = {"OVERFLOW_RANK": "0", "OVERFLOW_AT": "0"}  # which never comes: only the scale is at work
+    ours = run_job("overflowing", recipe, tmp_path, plans, iterations=16, env=env)
+    stock = train_stock(recipe, tmp_path, iterations=16)
+    skipped = [line["iteration"] for line in read_lines(stock) if line["skipped"]]
+    assert any(at < 8 for at in skipped)
+    assert any(at >= 8 for at in skipped)
+    assert [line["iteration"] for line in read_lines(ours) if line["skipped"]] == skipped
+    assert_same_training(ours, stock, relative=1e-3)
+    assert len(events_of(tmp_path, "plan")) == len(plans)
     assert events_of(tmp_path, "warning") == []

@@ -3,19 +3,16 @@
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from malleus_megatron.plan.codec import plan_from_json, plan_to_json
-from malleus_megatron.plan.plan import Pipeline, Plan, Stage
-from tests.harness.ranks import run_script
+from tests.harness.plans import plan_of
 from tests.harness.recipes import ALL_OVERLAPPED, BF16, CLIPPED, LLAMA, RECIPES, Recipe
-from tests.harness.training import Grid, assert_same_training, read_lines, train, write_json
+from tests.harness.reshaping import events_of, nominal_of, run_job, train_stock
+from tests.harness.training import Grid, assert_same_training, read_lines
 
 pytestmark = pytest.mark.e2e
 
@@ -25,84 +22,6 @@ LLAMA_TP2_PP2 = replace(
 )
 ROUND_BYTES = 96 * 2**10
 """So small that a migration takes several rounds."""
-
-Shape = tuple[int, Sequence[tuple[Sequence[int], int]]]
-"""Micro-batches of a pipeline, and GPUs and number of layers of each of its stages."""
-
-
-def plan_of(*shapes: Shape, standby: Sequence[int] = ()) -> Plan:
-    pipelines = []
-    for num_microbatches, stages in shapes:
-        ends = list(itertools.accumulate(layers for _, layers in stages))
-        spans = itertools.pairwise([0, *ends])
-        pipelines.append(
-            Pipeline(
-                num_microbatches=num_microbatches,
-                stages=tuple(
-                    Stage(gpus=tuple(gpus), layers=span)
-                    for (gpus, _), span in zip(stages, spans, strict=True)
-                ),
-            )
-        )
-    return Plan(
-        num_layers=pipelines[0].stages[-1].layers[1],
-        num_microbatches=sum(pipeline.num_microbatches for pipeline in pipelines),
-        pipelines=tuple(pipelines),
-        standby=tuple(standby),
-    )
-
-
-def nominal_of(grid: Grid) -> Plan:
-    share = grid.num_microbatches // grid.pipelines
-    return plan_from_json(grid.plan([share] * grid.pipelines))
-
-
-def run_job(
-    script: str,
-    recipe: Recipe,
-    folder: Path,
-    plans_at: Mapping[int, tuple[str, Plan]],
-    *,
-    iterations: int,
-    env: Mapping[str, str],
-    flags: Sequence[str] = (),
-    timeout_s: float = 110.0,
-    expect_exit: int = 0,
-) -> Path:
-    """Run a script's job, which switches plans at iterations; every rank ends with the same status.
-
-    Returns:
-        The job's record. Events and the ranks' logs lie beside it.
-    """
-    for name, plan in plans_at.values():
-        write_json(folder / f"{name}.json", plan_to_json(plan))
-    entries = [{"iteration": at, "plan": f"{name}.json"} for at, (name, _) in plans_at.items()]
-    record = folder / "ours.jsonl"
-    words: list[str | Path] = [*recipe.words, *recipe.grid.flags, "--train-iters", str(iterations)]
-    ours: list[str | Path] = [
-        *("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape"),
-        *("--malleus-plan-schedule", write_json(folder / "schedule.json", entries)),
-        *("--malleus-record", record, "--malleus-log-dir", folder),
-        *flags,
-    ]
-    run_script(
-        recipe.grid.world,
-        ["-m", f"tests.e2e.{script}", *words, *ours],
-        env={"LOGS": str(folder), "PLANS": str(folder), **env},
-        timeout_s=timeout_s,
-        expect_exit=expect_exit,
-    )
-    return record
-
-
-def train_stock(recipe: Recipe, folder: Path, *, iterations: int) -> Path:
-    stock = folder / "stock.jsonl"
-    train(recipe.grid, stock, recipe=recipe.words, iterations=iterations)
-    return stock
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_lines(folder / "events.jsonl") if event["event"] == kind]
 
 
 def test_a_switch_that_fails_on_one_rank_is_a_switch_that_no_rank_makes(tmp_path: Path) -> None:
@@ -126,6 +45,7 @@ def test_a_switch_that_fails_on_one_rank_is_a_switch_that_no_rank_makes(tmp_path
         assert [attempt["changed"] for attempt in log] == [[]] * (len(faults) + 1)
         assert [attempt["gradients"] for attempt in log] == [[]] * (len(faults) + 1)
         assert [attempt["left_over"] for attempt in log] == [0] * (len(faults) + 1)
+        assert [attempt["groups"] for attempt in log] == [0] * (len(faults) + 1)
         assert [attempt["error"] is None for attempt in log] == [False] * len(faults) + [True]
         assert log[-1]["steps"] == steps
     messages = [event["message"] for event in events_of(tmp_path, "warning")]

@@ -1,7 +1,7 @@
-"""Hypothesis strategies: valid plans of every shape that the format allows."""
+"""Plans: of given shapes, and Hypothesis strategies for every shape that the format allows."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hypothesis import strategies as st
 
@@ -13,6 +13,33 @@ from malleus_megatron.plan.plan import (
     Prediction,
     Stage,
 )
+
+Shape = tuple[int, Sequence[tuple[Sequence[int], int]]]
+"""Micro-batches of a pipeline, and GPUs and number of layers of each of its stages."""
+
+
+def plan_of(*shapes: Shape, standby: Sequence[int] = ()) -> Plan:
+    """The plan with pipelines of these shapes."""
+    pipelines = []
+    for num_microbatches, stages in shapes:
+        ends = list(itertools.accumulate(layers for _, layers in stages))
+        spans = itertools.pairwise([0, *ends])
+        pipelines.append(
+            Pipeline(
+                num_microbatches=num_microbatches,
+                stages=tuple(
+                    Stage(gpus=tuple(gpus), layers=span)
+                    for (gpus, _), span in zip(stages, spans, strict=True)
+                ),
+            )
+        )
+    return Plan(
+        num_layers=pipelines[0].stages[-1].layers[1],
+        num_microbatches=sum(pipeline.num_microbatches for pipeline in pipelines),
+        pipelines=tuple(pipelines),
+        standby=tuple(standby),
+    )
+
 
 times_s = st.none() | st.floats(min_value=0.0, max_value=1e9)
 predictions = st.builds(

@@ -156,3 +156,9 @@ def test_every_field_is_a_flag_with_a_help_text() -> None:
 
 def test_levels_are_ordered() -> None:
     assert Level.observe < Level.rebalance < Level.reshape
+
+
+@pytest.mark.parametrize("name", ["plan", "plan-schedule", "inject", "pace", "log-dir", "record"])
+def test_an_empty_path_is_refused_with_its_flag(name: str) -> None:
+    with pytest.raises(BadInputError, match=rf"--malleus-{name}: the path is empty"):
+        split_flags(["--malleus", f"--malleus-{name}", ""])

@@ -1,7 +1,6 @@
 """The memory model of a job: what is fitted is never below what was seen, and grows with it."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,9 +17,10 @@ from malleus_megatron.control.memory_model import (
 )
 from malleus_megatron.cost.memory import StageMib, plan_memory_mib
 from malleus_megatron.errors import BadInputError
-from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
-from tests.harness.plans import plans
+from malleus_megatron.plan.render import in_mib
+from tests.harness.plans import plan_of, plans
 
 SIZES = ModelSizes(
     layer_mib=40.0,
@@ -32,22 +32,6 @@ SIZES = ModelSizes(
     head_shared_mib=12.0,
     replicated_mib=2.0,
 )
-
-
-def plan_of(*pipelines: Sequence[tuple[tuple[int, ...], int]], counts: int = 8) -> Plan:
-    """Pipelines of (GPUs, layers), each with so many micro-batches."""
-    made = []
-    for shape in pipelines:
-        stages, end = [], 0
-        for gpus, layers in shape:
-            stages.append(Stage(gpus=gpus, layers=(end, end + layers)))
-            end += layers
-        made.append(Pipeline(num_microbatches=counts, stages=tuple(stages)))
-    return Plan(
-        num_layers=made[0].num_layers,
-        num_microbatches=counts * len(made),
-        pipelines=tuple(made),
-    )
 
 
 def used(
@@ -73,8 +57,8 @@ def used(
     return MeasuredPlan(plan=plan, gpus=tuple(gpus), sharing=sharing)
 
 
-NOMINAL = plan_of([((0, 1), 4), ((2, 3), 4)], [((4, 5), 4), ((6, 7), 4)])
-OTHER = plan_of([((0,), 2), ((1, 2, 3), 6)], [((4, 5, 6, 7), 8)])
+NOMINAL = plan_of((8, [((0, 1), 4), ((2, 3), 4)]), (8, [((4, 5), 4), ((6, 7), 4)]))
+OTHER = plan_of((8, [((0,), 2), ((1, 2, 3), 6)]), (8, [((4, 5, 6, 7), 8)]))
 
 
 def test_what_one_plan_shows_predicts_another() -> None:
@@ -82,7 +66,7 @@ def test_what_one_plan_shows_predicts_another() -> None:
     measured = used(NOMINAL, sharing=2)
     model = fitted_model(SIZES, [measured])
     assert_same(plan_memory_mib(model, NOMINAL), measured.peaks_mib())
-    longer = plan_of([((0, 1), 1), ((2, 3), 7)], [((4, 5), 6), ((6, 7), 2)])
+    longer = plan_of((8, [((0, 1), 1), ((2, 3), 7)]), (8, [((4, 5), 6), ((6, 7), 2)]))
     assert_same(plan_memory_mib(model, longer), used(longer, sharing=2).peaks_mib())
     assert_same(plan_memory_mib(model, OTHER), used(OTHER, sharing=2).peaks_mib())
 
@@ -101,7 +85,7 @@ def test_state_that_the_recipe_keeps_whole_is_shared_under_plans() -> None:
 
 def test_fewer_pipelines_hold_larger_shares() -> None:
     model = fitted_model(SIZES, [used(NOMINAL, sharing=2)])
-    one = plan_of([((0, 1), 4), ((2, 3), 4)])
+    one = plan_of((8, [((0, 1), 4), ((2, 3), 4)]))
     (first, _), _ = plan_memory_mib(model, NOMINAL)
     ((alone, _),) = plan_memory_mib(model, one)
     state = (4 * SIZES.layer_shared_mib + SIZES.embedding_shared_mib) / 2
@@ -179,7 +163,7 @@ def test_more_layers_more_micro_batches_fewer_gpus_need_more(
 
     def need(layers: int, counts: int, degree: int) -> float:
         gpus = tuple(range(degree))
-        plan = plan_of([(gpus, layers), ((90,), 1), ((91,), 1)], counts=counts)
+        plan = plan_of((counts, [(gpus, layers), ((90,), 1), ((91,), 1)]))
         return plan_memory_mib(model, plan)[0][0]
 
     least = need(layers, counts, degree)
@@ -220,7 +204,7 @@ def job_memory(memory_mib: float, reserve_mib: float = 0.0) -> JobMemory:
 def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
     memory = job_memory(400.0, reserve_mib=20.0)
     memory.check(OTHER)
-    heavy = plan_of([((0,), 7), ((1,), 1)], [((2,), 4), ((3, 4, 5, 6, 7), 4)])
+    heavy = plan_of((8, [((0,), 7), ((1,), 1)]), (8, [((2,), 4), ((3, 4, 5, 6, 7), 4)]))
     with pytest.raises(BadInputError) as static:
         memory.check(heavy)
     assert str(static.value).startswith(
@@ -235,6 +219,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers() -> None:
         memory.check(heavy)
 
 
+def test_limits_are_told_with_the_digits_that_were_given() -> None:
+    with pytest.raises(BadInputError, match=r"into 1\.5 MiB .* need 510 MiB a GPU; 1\.5 MiB may"):
+        job_memory(1.5).check(plan_of((8, [((0,), 7), ((1,), 1)])))
+    assert job_memory(1.5).less_words() == "1.35 MiB, say; now 1.5 MiB (--malleus-memory)"
+    assert in_mib(81251.94) == "81251.9"
+    assert in_mib(1234567.8) == "1234568"
+
+
 def test_the_recipe_itself_is_never_refused() -> None:
     memory = job_memory(10.0)
     gpus = used(NOMINAL, sharing=2).gpus
@@ -243,7 +235,7 @@ def test_the_recipe_itself_is_never_refused() -> None:
     peak = max(one.peak_mib for one in gpus)
     said = memory.overfull(gpus)
     assert said is not None
-    assert f"used {peak:.0f} MiB" in said
+    assert f"used {peak:.6g} MiB" in said
     assert job_memory(peak + 1).overfull(gpus) is None
 
 

@@ -128,7 +128,7 @@ SIZES = (MIB, 4 * MIB)
 BUILDING = Building(parameters="parameter", copies_parameters=False)
 
 
-def course_under(bound_mib: int, seed: int = 1) -> Course:
+def course_under(bound_mib: float, seed: int = 1) -> Course:
     held = state(seed, hidden=512, buffer_bytes=MIB)
     needed = state(seed + 1000, hidden=512, buffer_bytes=MIB)
     moves = plan_transfers(held, needed, NODE_OF)
@@ -145,7 +145,7 @@ def course_under(bound_mib: int, seed: int = 1) -> Course:
         needed,
         sides=(side(held), side(needed)),
         building=BUILDING,
-        bound_bytes=bound_mib * MIB,
+        bound_bytes=int(bound_mib * MIB),
         max_messages=SIZES,
     )
 
@@ -153,6 +153,10 @@ def course_under(bound_mib: int, seed: int = 1) -> Course:
 def test_the_bound_that_a_refusal_names_would_do_and_one_less_would_not() -> None:
     with pytest.raises(MigrationError, match="--malleus-migration-memory allows 1 MiB") as refusal:
         course_under(1)
+    with pytest.raises(
+        MigrationError, match=r"allows 1\.01 MiB\. Give it as much, or leave it out"
+    ):
+        course_under(1.01)
     words = str(refusal.value).split()
     both, least = [int(words[n - 1]) for n, word in enumerate(words) if word == "MiB"][:2]
     assert 1 < least < both

@@ -38,6 +38,9 @@ def test_a_missing_degree_names_those_that_are_there() -> None:
         ("0.02", r"'0\.02'"),
         (True, "True"),
         (None, "None"),
+        (3600.5, r"3600\.5 s must be above 0 and at most 3600 s"),
+        (1e308, r"1e\+308 s"),
+        (10**300, r"1e\+300 s"),
     ],
 )
 def test_a_bad_time_is_refused_with_its_place_and_number(value: Any, shown: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from malleus_megatron.adapter.inputs import Inputs
-from malleus_megatron.adapter.plan_file import FILE_NAME, keep_plan, kept_plan
+from malleus_megatron.adapter.plan_file import FILE_NAME, is_last_save, keep_plan, kept_plan
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.schedule import PlanSchedule
@@ -48,6 +48,15 @@ def test_half_a_plan_is_never_taken(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
     assert "No such file" in str(keep_plan(some_plan(0), tmp_path / "gone"))
+
+
+def test_the_last_save_of_a_folder_is_known_by_megatrons_own_file(tmp_path: Path) -> None:
+    assert not is_last_save(tmp_path, 4)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4\n", encoding="utf-8")
+    assert is_last_save(tmp_path, 4)
+    assert not is_last_save(tmp_path, 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
+    assert not is_last_save(tmp_path, 4)
 
 
 def test_what_the_user_asks_for_goes_before_the_checkpoints_plan() -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from malleus_megatron.errors import SidecarError
+from malleus_megatron.sidecar import transport
 from malleus_megatron.sidecar.client import start_sidecar
 from malleus_megatron.sidecar.transport import HttpTransport
 from tests.unit.sidecar_cases import JOB, observation, wait_for
@@ -142,3 +143,12 @@ def test_the_training_loop_hears_one_sentence_of_nonsense(body: bytes) -> None:
         assert "Training goes on under the current plan; it is asked again." in warning
         assert client.take_reply() is None
         client.close()
+
+
+def test_only_what_may_plan_has_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "REPLY_TIMEOUT_S", 0.1)
+    with server(lambda connection: time.sleep(2.0)) as url:
+        ask = HttpTransport(url, timeout_s=0.4)
+        for path, limit in (("/v1/job", "0.1"), ("/v1/rejected", "0.1"), ("/v1/samples", "0.4")):
+            with pytest.raises(SidecarError, match=f"did not answer within {limit} s"):
+                ask(path, b"{}")

@@ -178,7 +178,9 @@ class _Missing:
         self, shares: Sequence[Share], names_of: Mapping[nn.Parameter, Sequence[str]]
     ) -> None:
         self._places = _places(shares, names_of)
-        self._num_shares = len(shares)
+        numbers = Counter(place for places in self._places.values() for place in places)
+        self._num_parameters = [numbers[place] for place in range(len(shares))]
+        """How many report for each share."""
         self._expected: Counter[nn.Parameter] | None = None
         self._reported: Counter[nn.Parameter] = Counter()
         self._missing: list[int] = []
@@ -191,7 +193,7 @@ class _Missing:
             return
         for place in self._places[parameter]:
             self._missing[place] -= 1
-        while self.num_ready < self._num_shares and self._missing[self.num_ready] == 0:
+        while self.num_ready < len(self._missing) and self._missing[self.num_ready] == 0:
             self.num_ready += 1
 
     def begin_step(self) -> None:
@@ -199,8 +201,7 @@ class _Missing:
             self._expected = self._reported
         self._reported = Counter()
         self.num_ready = 0
-        numbers = Counter(place for places in self._places.values() for place in places)
-        self._missing = [numbers[place] for place in range(self._num_shares)]
+        self._missing = [*self._num_parameters]
 
 
 def _places(

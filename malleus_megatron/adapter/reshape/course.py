@@ -110,6 +110,19 @@ class CoursePlanner:
         )
         return moves, course
 
+    def check_way_back(self, needed: Holdings, nominal: Holdings) -> None:
+        """See that the nominal stages can be reached from a plan, before the job is under it.
+
+        Raises:
+            MigrationError: on all ranks, with the bound that would do.
+        """
+        try:
+            self.plan(needed, nominal, from_nominal=False, to_nominal=True)
+        except MigrationError as error:
+            declined = MigrationError(f"from it there is no way back to the recipe's plan: {error}")
+            declined.on_all_ranks = error.on_all_ranks
+            raise declined from error
+
     def check_made(self, made: Made, needed: Holdings) -> None:
         """See that a stage has become what was planned for.
 

@@ -61,7 +61,12 @@ def lay_ground(
         MigrationError: on all ranks, if some rank's state cannot be described.
     """
     tp_degree = mpu.get_tensor_model_parallel_world_size()
-    builder = StageBuilder(containers, collection, tp_degree)
+    builder = StageBuilder(
+        containers,
+        collection,
+        tp_degree=tp_degree,
+        num_pipelines=mpu.get_data_parallel_world_size(),
+    )
     hosts = [host.decode() for host in agreement.gather(socket.gethostname().encode())]
     nodes = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     node_of = {gpu: nodes[host] for gpu, host in enumerate(hosts)}

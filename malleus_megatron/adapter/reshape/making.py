@@ -7,7 +7,7 @@ import torch
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.room import GradientBuffers
-from malleus_megatron.adapter.reshape.shards import OwnerShards
+from malleus_megatron.adapter.reshape.shards import OwnerShards, ShareSettings
 from malleus_megatron.adapter.reshape.stage import RankStage, StageBuilder
 from malleus_megatron.adapter.reshape.state import (
     MAIN,
@@ -16,7 +16,6 @@ from malleus_megatron.adapter.reshape.state import (
     Parts,
     RankState,
     gradients_of,
-    names_by_parameter,
     parameters_of,
     parts_of,
     state_of,
@@ -132,13 +131,16 @@ class StageMaker:
                 process_groups=self._groups,
                 parameters=found.mine.tensors,
                 gradients=gradients_of(module, found.parts),
-                keeps_main=keeps_main(builder.config),
+                settings=ShareSettings(
+                    keeps_main=keeps_main(builder.config),
+                    gradient_weight=builder.gradient_weight,
+                ),
             ),
         )
         gradients = GradientBuffers(model)
         if not with_memory:
             gradients.drop()
-        buckets = OwnerBuckets(shards, model[0], names_by_parameter(module, found.parts))
+        buckets = OwnerBuckets(shards, model[0], found.mine.names_of)
         optimizer = together(
             "building the optimizer",
             lambda: builder.optimizer(view, model, found.settings, buckets),

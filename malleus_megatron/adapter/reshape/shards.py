@@ -36,7 +36,6 @@ class Share:
 class InFlight:
     """A collective of one share that has been started."""
 
-    share: Share
     work: dist.Work | None
     """None where this rank is the only owner."""
     finish: Callable[[], None]
@@ -56,6 +55,17 @@ class InFlight:
         self.finish()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSettings:
+    """What follows from the recipe."""
+
+    keeps_main: bool
+    """Whether fp32 values differ from the parameters' and are state of their own."""
+    gradient_weight: float
+    """Of each owner's gradients in their sum: stock's average over pipelines, before the sum too.
+    So fp16 overflows where it does in stock."""
+
+
 class OwnerShards:
     """The shares of one rank. All ranks go through the groups in the same order."""
 
@@ -67,7 +77,7 @@ class OwnerShards:
         process_groups: Groups,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-        keeps_main: bool,
+        settings: ShareSettings,
     ) -> None:
         """Make the rank's shares: without memory, which comes with the optimizer's state.
 
@@ -79,10 +89,10 @@ class OwnerShards:
             process_groups: Those of the owners, made.
             parameters: This rank's parameters by the names of their holdings, flat.
             gradients: Their gradient buffers by the same names.
-            keeps_main: Whether fp32 values differ from the parameters' and are state of their own;
-                the same on all ranks.
+            settings: The same on all ranks.
         """
-        self.keeps_main = keeps_main
+        self.keeps_main = settings.keeps_main
+        self._weight = settings.gradient_weight
         self._gpu = gpu
         self._parameters = parameters
         self._gradients = gradients
@@ -111,7 +121,7 @@ class OwnerShards:
     @torch.no_grad()
     def start_sum(self, share: Share) -> InFlight:
         """Sum the gradients of a share's slices over their owners; it gets its part of the sum."""
-        buffer = self._packed(share, self._gradients, only_contributions=True)
+        buffer = self._contributions(share)
         mine, work = buffer, None
         if share.process_group is not None:
             mine = buffer.new_empty(share.group.share_size)
@@ -123,7 +133,7 @@ class OwnerShards:
             share.main.main_grad = mine[: share.main.numel()].float()  # type: ignore[attr-defined]
 
         # The buffer is read until the sum is there.
-        return InFlight(share=share, work=work, finish=take, held=buffer)
+        return InFlight(work=work, finish=take, held=buffer)
 
     @torch.no_grad()
     def scale_gradients(self, factor: Tensor) -> None:
@@ -169,7 +179,7 @@ class OwnerShards:
             for place, view in self._views(share, self._parameters):
                 view.copy_(whole[place.start : place.end].view(view.shape))
 
-        return InFlight(share=share, work=work, finish=spread, held=mine)
+        return InFlight(work=work, finish=spread, held=mine)
 
     def _share(self, group: ShardGroup, process_groups: Groups) -> Share:
         low, high = group.share(self._gpu)
@@ -187,17 +197,15 @@ class OwnerShards:
             main=main,
         )
 
-    def _packed(
-        self, share: Share, tensors: Mapping[str, Tensor], *, only_contributions: bool = False
-    ) -> Tensor:
-        """The group's slices behind each other; zeros for padding, and where others contribute."""
-        views = list(self._views(share, tensors))
+    def _contributions(self, share: Share) -> Tensor:
+        """This rank's gradients of a group's slices; zeros for padding, and where others add."""
+        views = list(self._views(share, self._gradients))
         buffer = views[0][1].new_empty(share.group.padded_size)
         buffer[share.group.group.num_elements :].zero_()
         for place, view in views:
             part = buffer[place.start : place.end]
-            if place.contributes or not only_contributions:
-                part.copy_(view.reshape(-1))
+            if place.contributes:
+                torch.mul(view, self._weight, out=part.view(view.shape))
             else:
                 part.zero_()
         return buffer

@@ -52,7 +52,12 @@ class StageBuilder:
     """Builds stages of the job's model the way Megatron built the first one."""
 
     def __init__(
-        self, containers: Any, collection: ProcessGroupCollection | None, tp_degree: int
+        self,
+        containers: Any,
+        collection: ProcessGroupCollection | None,
+        *,
+        tp_degree: int,
+        num_pipelines: int,
     ) -> None:
         """Hold what Megatron was given.
 
@@ -60,10 +65,12 @@ class StageBuilder:
             containers: Megatron's PretrainConfigContainer.
             collection: What `pretrain` handed to Megatron's own build.
             tp_degree: Of the nominal plan; the vocabulary stays padded for it under every plan.
+            num_pipelines: Of the nominal plan; gradients are averaged over so many.
         """
         self.config = containers.model.transformer
         self.collection = collection
         self._containers = containers
+        self._num_pipelines = num_pipelines
         self._model = copy.copy(containers.model)
         if self._model.should_pad_vocab:
             self._model.vocab_size = calculate_padded_vocab_size(
@@ -114,6 +121,13 @@ class StageBuilder:
     def gradient_bytes(self) -> int | None:
         """Of an element of a gradient buffer; None: as its parameter."""
         return 4 if self._containers.ddp.grad_reduce_in_fp32 else None
+
+    @property
+    def gradient_weight(self) -> float:
+        """Of a pipeline's gradients in the sum over pipelines, as in Megatron's DDP."""
+        if self.config.calculate_per_token_loss:
+            return 1.0  # the sum is divided by the step's tokens
+        return 1.0 / self._num_pipelines
 
     @property
     def copies_parameters(self) -> bool:
@@ -176,6 +190,17 @@ class StageBuilder:
         inner.step_with_ready_grads = update_and_gather
         inner.get_grads_for_grad_norm = shards.gradients_for_norm
         return core_optimizer.ChainedOptimizer([inner])
+
+
+@torch.no_grad()
+def complete_parameters(model: Sequence[Any], optimizer: Any) -> None:
+    """Let all parameters have their values of now: with overlap, gathers may be under way.
+
+    All ranks together: Megatron's own stages gather here what they would before a layer.
+    """
+    hooked = [chunk for chunk in model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+    if hooked:
+        training.force_param_sync(hooked, optimizer=optimizer)
 
 
 def _optimizer_config() -> tuple[Any, Any]:

@@ -62,6 +62,8 @@ class RankState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     blocks: dict[str, list[Tensor]] = field(default_factory=dict)
     """What comes into memory and leaves it together; the tensors above are views of these."""
+    names_of: dict[nn.Parameter, list[str]] = field(default_factory=dict)
+    """The holdings of each parameter, where `parameters_of` listed them."""
 
     def add(
         self,
@@ -71,7 +73,7 @@ class RankState:
         span: Span,
         *,
         optimizer_group: int = 0,
-    ) -> None:
+    ) -> list[str]:
         """Take in a tensor that goes with a parameter.
 
         Args:
@@ -80,13 +82,18 @@ class RankState:
             flat: One axis; element 0 is the parameter's element span[0].
             span: Elements of the flat parameter that it has.
             optimizer_group: Of the parameter.
+
+        Returns:
+            The names of its holdings.
         """
+        names = []
         block = PARAMETER if kind == PARAMETER else f"{kind} of {_first_name(parts)}"
         for part in parts:
             low = span[0] - part.start
             for box, (start, end) in boxes_of_span(part.box, (low, span[1] - part.start)):
                 key = f"{kind}.{part.key}"
                 name = tensor_name(key, box)
+                names.append(name)
                 self.tensors[name] = flat[start - low : end - low]
                 self.holdings.append(
                     Holding(
@@ -101,6 +108,7 @@ class RankState:
                         block=block,
                     )
                 )
+        return names
 
 
 def state_of(stage: RankStage, config: Any, *, with_memory: bool = True) -> RankState:
@@ -164,19 +172,10 @@ def parameters_of(module: Any, parts: Parts, groups: Sequence[Mapping[str, Any]]
     for parameter in module.parameters():
         flat = parameter.detach().view(-1)
         group = number_of.get(id(parameter), 0)
-        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()), optimizer_group=group)
+        state.names_of[parameter] = state.add(
+            PARAMETER, parts[id(parameter)], flat, (0, flat.numel()), optimizer_group=group
+        )
     return state
-
-
-def names_by_parameter(module: Any, parts: Parts) -> dict[nn.Parameter, list[str]]:
-    """The names of the holdings of each parameter."""
-    found = {}
-    for parameter in module.parameters():
-        state = RankState()
-        flat = parameter.detach().view(-1)
-        state.add(PARAMETER, parts[id(parameter)], flat, (0, flat.numel()))
-        found[parameter] = [*state.tensors]
-    return found
 
 
 def gradients_of(module: Any, parts: Parts) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from torch import Tensor
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.checkpoint import PlanCheckpoint, checkpoint_of
@@ -18,6 +19,7 @@ from malleus_megatron.adapter.reshape.room import GradientBuffers, tensors_of
 from malleus_megatron.adapter.reshape.stage import (
     RankStage,
     StageBuilder,
+    complete_parameters,
     random_streams_kept,
     reseed,
 )
@@ -110,6 +112,15 @@ class Switch:
         """This rank's model chunks."""
         return self._model
 
+    @property
+    def module(self) -> Any:
+        """The model inside all wrappers."""
+        return self._stage().module
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that this rank keeps between steps; each `main_grad` lies in a gradient buffer."""
+        return tensors_of(self._stage())
+
     def check(self) -> None:
         """See that this rank's state can be described.
 
@@ -122,15 +133,9 @@ class Switch:
             if not parameter.requires_grad:
                 raise MigrationError(f"{name} is frozen; frozen parameters are not covered yet")
 
-    @torch.no_grad()
     def complete_parameters(self) -> None:
-        """Let all parameters have their values of now: with overlap, gathers may be under way.
-
-        All ranks together: Megatron's own stages gather here what they would before a layer.
-        """
-        for chunk in self._model:
-            if chunk.use_forward_hook:
-                chunk.start_param_sync(force_sync=True)
+        """As the function of that name, of the present stage."""
+        complete_parameters(self._model, self._optimizer)
 
     def checkpoint(self) -> PlanCheckpoint:
         """What a checkpoint holds of the present plan's stages; a collective.
@@ -175,7 +180,7 @@ class Switch:
     def _go(self, see: Callable[[], View], plan: Plan | None, iteration: int) -> Migration:
         self._clock.begin(self._agreement, self._node_of)
         gradients = GradientBuffers(self._model)
-        memory = PeakMemory(tensors_of(self._stage()))
+        memory = PeakMemory(self.tensors())
         reason = move = None
         with memory.watched():
             try:
@@ -192,12 +197,15 @@ class Switch:
             _free()
             memory.forget()
             self._restore(gradients, reason)
-            raise MigrationError(reason)
+            self._groups.give_up_unused()
+            stays = MigrationError(reason)
+            stays.on_all_ranks = True
+            raise stays
         self._commit(move, iteration)
         move.forget_old()
         self._groups.trim()
         _free()
-        memory.end(tensors_of(self._stage()))
+        memory.end(self.tensors())
         return self._report(move, carried, memory.extra_bytes)
 
     def _drop(self, gradients: GradientBuffers) -> None:
@@ -234,6 +242,8 @@ class Switch:
         if planner.is_bounded:
             needed = self._nominal_held if view.is_nominal else self._maker.needed(view)
             moves, course = planner.plan(held, needed, **ends)
+            if not view.is_nominal:
+                planner.check_way_back(needed, self._nominal_held)
             made = self._maker.make(view, with_memory=not course.frees)
             together("comparing the stage", lambda: planner.check_made(made, needed))
         else:
