@@ -27,6 +27,7 @@ from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.adapter.standby import learn_reference
+from malleus_megatron.adapter.trace import JobTrace, no_trace_of
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -150,6 +151,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
             job.step_memory = StepMemory(ground.switch, built[1])
         job.standby = learn_reference(setup.agreement, _probe(setup, clock.device))
     job.telemetry = _telemetry()
+    job.trace = _trace(setup, clock.device, reporter)
     return job
 
 
@@ -207,6 +209,29 @@ def _telemetry() -> Telemetry | None:
     telemetry = Telemetry(f"GPU-{getattr(device, 'uuid', 'unknown to this torch')}")
     telemetry.start()
     return telemetry
+
+
+def _trace(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> JobTrace | None:
+    """None where it is off: as asked, or in a recipe that cannot be traced."""
+    config = setup.config
+    if not config.trace or config.log_dir is None:
+        return None
+    reason = no_trace_of(get_args())
+    if reason is not None:
+        if reporter is not None:
+            reporter.warning(f"--malleus-trace: nothing is traced: {reason}.")
+        return None
+    writer = None
+    if reporter is not None:  # pyarrow is not loaded where nothing is written
+        from malleus_megatron.adapter.trace_writer import TraceWriter
+
+        writer = TraceWriter(config.log_dir / "trace", reporter)
+    return JobTrace(
+        config.trace,
+        agreement=setup.agreement,
+        device=device,
+        writer=writer,
+    )
 
 
 def _memory(setup: JobSetup, ground: Ground, nominal: Plan) -> JobMemory | None:
