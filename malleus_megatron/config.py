@@ -192,9 +192,9 @@ def _flag(name: str) -> str:
 
 
 def _check_needs(config: MalleusConfig) -> None:
-    """Settings that would be silently ignored without `--malleus` are refused."""
+    """Settings that would be silently ignored are refused."""
     if config.trace and config.log_dir is None:
-        raise BadInputError("--malleus-trace needs --malleus-log-dir: the trace is written there.")
+        raise BadInputError("--malleus-trace needs --malleus-log-dir: traces are written there.")
     if config.enabled:
         return
     for setting in fields(MalleusConfig):

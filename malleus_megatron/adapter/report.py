@@ -21,6 +21,7 @@ from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
+from malleus_megatron.whatif.links import LinkNews
 
 _NEWS = 0.05
 """A rate is written again when it has moved by this much of itself."""
@@ -252,6 +253,24 @@ class Reporter:
         """Say in the events that a trace of an iteration is there."""
         self._events.write(
             "trace", iteration, operations=num_operations, clock_error_s=clock_error_s
+        )
+
+    def link(self, news: LinkNews, iteration: int) -> None:
+        """Say that a link has become slow, or is no longer; no GPU is blamed for it."""
+        link = news.link
+        self._events.write(
+            "slow_link",
+            iteration,
+            gpus=list(link.gpus),
+            peers=list(link.peers),
+            is_slow=news.is_slow,
+            seconds=news.seconds,
+            usual_seconds=news.usual_s,
+        )
+        state = "is slow" if news.is_slow else "is no longer slow"
+        self._say(
+            f"the link {link} {state}: {news.seconds:.4g} s a transfer, "
+            f"{news.usual_s:.4g} s on links like it"
         )
 
     def note(self, line: str) -> None:

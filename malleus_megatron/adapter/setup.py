@@ -1,5 +1,6 @@
 """Making the job: level, nominal plan, user's files, clock, reporter. Errors reach all ranks."""
 
+import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -221,11 +222,13 @@ def _trace(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> 
         if reporter is not None:
             reporter.warning(f"--malleus-trace: nothing is traced: {reason}.")
         return None
+    hosts = setup.agreement.gather(socket.gethostname().encode())
     writer = None
     if reporter is not None:  # pyarrow is not loaded where nothing is written
         from malleus_megatron.adapter.trace_writer import TraceWriter
 
-        writer = TraceWriter(config.log_dir / "trace", reporter)
+        nodes = {gpu: hosts.index(host) for gpu, host in enumerate(hosts)}
+        writer = TraceWriter(config.log_dir / "trace", reporter, nodes)
     return JobTrace(
         config.trace,
         agreement=setup.agreement,

@@ -21,7 +21,7 @@ from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.operation_trace import OperationTrace
 from malleus_megatron.runtime.patching import Replacement
 from malleus_megatron.whatif.clocks import clock_offsets
-from malleus_megatron.whatif.joining import Joined, Recording, joined
+from malleus_megatron.whatif.joining import Recording
 from malleus_megatron.whatif.operations import (
     BACKWARD,
     BACKWARD_RECV,
@@ -83,7 +83,7 @@ class TracedStep:
 class Writer(Protocol):
     """Rank 0's."""
 
-    def write(self, step: TracedStep, operations: list[Joined], clock_error_s: float) -> None:
+    def write(self, step: TracedStep, recordings: list[Recording], clock_error_s: float) -> None:
         """Keep what was traced; nothing here can end a job."""
 
 
@@ -152,7 +152,7 @@ class JobTrace:
         ]
         self._writer.write(
             traced,
-            joined(traced.plan, recordings),
+            recordings,
             clock_error_s=max(offset.error_s for offset in offsets),
         )
 

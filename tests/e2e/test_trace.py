@@ -30,6 +30,7 @@ TWO_BY_TWO = Grid(pipelines=2, stages=2)
 FORWARD_S, BACKWARD_S = 0.04, 0.08
 ALONE = ("--malleus", "--malleus-sidecar", "none")
 KILLED_AT = Path(__file__).with_name("killed_at.py")
+SLOW_LINK = Path(__file__).with_name("slow_link.py")
 LONG_S = 600.0
 
 
@@ -80,9 +81,11 @@ def test_a_killed_jobs_trace_names_the_slow_gpu(
     assert found["replan"]["lower_bound_s"] <= found["replan"]["replanned_step_time_s"]
     assert found["replan"]["replanned_step_time_s"] < 0.9 * found["replan"]["present_step_time_s"]
     assert list(found["replan"]["rates"]) == ["2"]
+    events = read_lines(tmp_path / "events.jsonl")
+    assert not [event for event in events if event["event"] == "slow_link"]
     measured_s = [
         event["step_time_s"]
-        for event in read_lines(tmp_path / "events.jsonl")
+        for event in events
         if event["event"] == "iteration" and event["iteration"] in {2, 4, 6, 8, 10}
     ]
     assert found["measured_step_time_s"] == pytest.approx(sum(measured_s) / 5, rel=0.15)
@@ -104,6 +107,30 @@ def played_again(folder: Path) -> Pipelines:
 
     steps = [one.iteration for one in own.observations]
     return Pipelines(num_microbatches=4, steps=steps, time_of=time_of)
+
+
+@pytest.mark.timeout(LONG_S)
+def test_a_slow_link_is_named_and_no_gpu(
+    tmp_path: Path, pace: Path, whatif: Callable[[Path], dict[str, Any]]
+) -> None:
+    """GPU 0 is stage 0 of pipeline 0, and sends to GPU 2."""
+    outcomes = run_script(
+        TWO_BY_TWO.world,
+        [
+            *(SLOW_LINK, *TINY_GPT, *TWO_BY_TWO.flags, *ALONE, "--train-iters", "5"),
+            *("--malleus-log-dir", tmp_path, "--malleus-trace", "1", "--malleus-pace", pace),
+        ],
+        env={"SLOW_LINK_S": "0.2"},
+        timeout_s=LONG_S,
+    )
+    told = [one for one in read_lines(tmp_path / "events.jsonl") if one["event"] == "slow_link"]
+    assert [(one["gpus"], one["peers"], one["is_slow"]) for one in told] == [([0], [2], True)]
+    assert told[0]["seconds"] > 0.19
+    assert "the link between GPU 0 and GPU 2 is slow" in outcomes[0].output
+    found = whatif(tmp_path / "trace")
+    assert found["stragglers"] == []
+    assert found["replan"]["rates"] == {}
+    assert found["causes"]["communication"] > found["causes"]["gpus"]
 
 
 UNEVEN = plan_of((3, [((0,), 3), ((1,), 1)]), (5, [((2,), 4)]), standby=[3])
