@@ -11,6 +11,7 @@ import numpy as np
 from malleus_megatron.control.outlook import Outlook, learned, outlook, outlook_of_workers
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import JobDescription, Observation
+from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import plan_from_json, plan_to_json, rates_to_json
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.render import in_short
@@ -52,7 +53,7 @@ def read_own(files: Sequence[Path]) -> OwnTrace | None:
     if PLAN not in documents[-1]:
         return None
     where = str(files[-1])
-    plan = plan_from_json(json.loads(documents[-1][PLAN]), where)
+    plan = plan_from_json(_parsed(documents[-1][PLAN], where), where)
     job = None
     if JOB in documents[-1]:
         described, _ = job_from_json(decode(documents[-1][JOB], where))
@@ -65,6 +66,13 @@ def read_own(files: Sequence[Path]) -> OwnTrace | None:
     ]
     kept = tuple(one for one in observed if len(one.microbatch_counts) == len(plan.pipelines))
     return OwnTrace(plan=plan, job=job, observations=kept)
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise BadInputError(f"{where}: its plan is no JSON: {error}.") from error
 
 
 def outlook_of(own: OwnTrace | None, analysis: Analysis | None) -> Outlook | None:

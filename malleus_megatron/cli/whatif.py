@@ -50,9 +50,11 @@ def main(arguments: argparse.Namespace) -> int:
         )
     rows = read_trace(arguments.trace)
     own = read_own(files)
-    ask = _even if own is None or not is_uneven(own.plan) else _uneven
     try:
-        document, text = ask(arguments, rows, own)
+        if own is None or not is_uneven(own.plan):
+            document, text = _even(arguments, rows, own)
+        else:
+            document, text = _uneven(arguments, rows, own)
     except BadInputError as error:
         raise BadInputError(f"{arguments.trace}: {error}") from error
     if arguments.json:

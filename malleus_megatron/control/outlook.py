@@ -71,12 +71,13 @@ def outlook(job: JobDescription, observations: Sequence[Observation]) -> Outlook
     )
     best = present if move is None else move.plan
     found = None if asked.plan is None else asked.plan.predicted
+    alike = asked.plan is not None and len(asked.plan.pipelines) == len(best.pipelines)
     return Outlook(
-        scope="stages, layers, TP groups and micro-batches",
+        scope=f"stages, layers, TP groups and micro-batches of {len(best.pipelines)} pipelines",
         rates=rates,
         present_s=present_s,
         replanned_s=plan_costs(problem, best).step_time_s,
-        lower_bound_s=None if found is None else found.lower_bound,
+        lower_bound_s=found.lower_bound if found is not None and alike else None,
         counts=best.microbatch_counts,
         plan=best,
         note=asked.why,

@@ -18,7 +18,7 @@ def main() -> None:
         if iteration == int(os.environ["KILLED_AT"]):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Job.begin_iteration = begin_iteration  # type: ignore[method-assign]
+    Job.begin_iteration = begin_iteration  # type: ignore[assignment,method-assign]
     pretrain_gpt.main()
 
 

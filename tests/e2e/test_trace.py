@@ -62,7 +62,8 @@ def test_a_killed_jobs_trace_names_the_slow_gpu(
     run_script(
         TWO_BY_TWO.world,
         [
-            *(KILLED_AT, *TINY_GPT, *TWO_BY_TWO.flags, *ALONE, "--train-iters", "20"),
+            KILLED_AT,
+            *(*TINY_GPT, *TWO_BY_TWO.flags, *ALONE, "--train-iters", "20"),
             *("--malleus-log-dir", tmp_path, "--malleus-trace", "2", "--malleus-pace", pace),
             *("--malleus-inject", write_json(tmp_path / "injection.json", injected)),
         ],
@@ -117,7 +118,8 @@ def test_a_slow_link_is_named_and_no_gpu(
     outcomes = run_script(
         TWO_BY_TWO.world,
         [
-            *(SLOW_LINK, *TINY_GPT, *TWO_BY_TWO.flags, *ALONE, "--train-iters", "5"),
+            SLOW_LINK,
+            *(*TINY_GPT, *TWO_BY_TWO.flags, *ALONE, "--train-iters", "5"),
             *("--malleus-log-dir", tmp_path, "--malleus-trace", "1", "--malleus-pace", pace),
         ],
         env={"SLOW_LINK_S": "0.2"},

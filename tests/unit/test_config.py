@@ -27,7 +27,8 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
         "--malleus-check-replicas 20 --malleus-on-bad-replica repair --malleus-memory 7e4 "
-        "--malleus-trace 20 --malleus-migration-memory 512 --malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
+        "--malleus-trace 20 --malleus-migration-memory 512 --malleus-record losses.jsonl "
+        "--data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
     assert rest == "--num-layers 4 --lr 1e-3 --bf16 --data-path 0.5 a 0.5 b".split()

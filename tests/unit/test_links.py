@@ -77,7 +77,8 @@ def test_a_link_is_named_after_three_traced_iterations_and_once() -> None:
     assert [len(news) for news in told] == [0, 0, 1, 0, 0, 0]
     [news] = told[2]
     assert (news.link, news.is_slow) == (Link(gpus=(1,), peers=(4,)), True)
-    assert (news.seconds, news.usual_s) == (0.1, pytest.approx(0.02))
+    assert news.seconds == 0.1
+    assert news.usual_s == pytest.approx(0.02)
     assert str(news.link) == "between GPU 1 and GPU 4"
 
 
@@ -131,10 +132,8 @@ def test_a_gradient_group_takes_from_the_last_members_start() -> None:
     )
     recordings = [sums(1.0, 5.1), sums(1.0, 6.0), sums(5.0, 5.1), sums(5.0, 6.0)]
     found = link_times(plan, [], recordings, ONE_NODE)
-    assert [(one.link, one.seconds) for one in found] == [
-        (Link(gpus=(0, 2)), pytest.approx(0.1)),
-        (Link(gpus=(1, 3)), pytest.approx(1.0)),
-    ]
+    assert [one.link for one in found] == [Link(gpus=(0, 2)), Link(gpus=(1, 3))]
+    assert [one.seconds for one in found] == pytest.approx([0.1, 1.0])
     assert found[0].kind == found[1].kind
     watch = LinkWatch()
     told = [news for _ in range(3) for news in look(watch, found)]

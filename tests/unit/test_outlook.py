@@ -95,6 +95,20 @@ def test_a_job_that_was_planned_around_its_straggler_has_little_to_gain() -> Non
     assert again.replanned_s == pytest.approx(again.present_s)
 
 
+def test_a_bound_for_another_number_of_pipelines_is_none() -> None:
+    """The planner is asked for the recipe's two; the job runs well as one."""
+    one = nominal_plan(
+        num_layers=8,
+        num_microbatches=16,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=4,
+        data_parallel_size=1,
+    )
+    found = outlook(replace(JOB, present=one), [observed(one, {2: 1.15}, 10)])
+    assert found.plan is not None
+    assert (len(found.plan.pipelines) == 2) == (found.lower_bound_s is not None)
+
+
 def test_below_level_reshape_micro_batches_move() -> None:
     job = replace(JOB, level=Level.rebalance, freedom=None)
     found = outlook(job, [observed(NOMINAL, {2: 2.5}, 10)])
@@ -113,5 +127,6 @@ def test_of_foreign_workers_only_micro_batches_are_known() -> None:
     assert found.counts[0] > found.counts[1]
     assert found.replanned_s == step_time_s(stages, found.counts) < found.present_s
     # 16 micro-batches of 6 s of work; three workers at full speed and one at a third.
+    assert found.lower_bound_s is not None
     assert found.lower_bound_s == pytest.approx(16 * 6 / (3 + 1 / 3))
     assert found.lower_bound_s < found.replanned_s

@@ -5,17 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pyarrow import parquet
 
 from malleus_megatron.cli.main import main
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import plan_from_json
 from malleus_megatron.plan.nominal import nominal_plan
-from malleus_megatron.whatif import trace_folder
 from malleus_megatron.whatif.analysis import analyse
 from malleus_megatron.whatif.joining import Joined
 from malleus_megatron.whatif.trace_file import read_trace
 from malleus_megatron.whatif.trace_folder import (
-    JOB,
     PLAN,
     StepFile,
     other_generations,
@@ -45,7 +44,7 @@ def traced(iteration: int, generation: int = 0) -> StepFile:
             Joined(dp_rank, stage, kind, number, start_s, start_s + duration_s)
             for dp_rank, stage, _, kind, number, start_s, duration_s in rows
         ],
-        documents={JOB: b'{"a": 1}'},
+        documents={"other": b'{"a": 1}'},
     )
 
 
@@ -83,7 +82,7 @@ def test_of_generations_alike_the_last_is_read(tmp_path: Path) -> None:
 def test_a_file_says_under_which_plan_it_was_recorded(tmp_path: Path) -> None:
     documents = read_documents(write_step(tmp_path, traced(4)))
     assert plan_from_json(json.loads(documents[PLAN])) == PLAN_OF_THREE
-    assert documents[JOB] == b'{"a": 1}'
+    assert documents["other"] == b'{"a": 1}'
 
 
 def test_a_write_that_fails_half_way_leaves_nothing_that_is_read(
@@ -95,7 +94,7 @@ def test_a_write_that_fails_half_way_leaves_nothing_that_is_read(
         where.write_bytes(b"PAR1 half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(trace_folder.parquet, "write_table", fails)
+    monkeypatch.setattr(parquet, "write_table", fails)
     with pytest.raises(OSError, match="disk full"):
         write_step(tmp_path, traced(4))
     assert [file.name for file in trace_files(tmp_path)] == ["iteration-00000002.parquet"]

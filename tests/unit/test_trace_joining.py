@@ -108,10 +108,8 @@ def test_no_two_operations_of_a_worker_overlap(seed: int) -> None:
 
     def member() -> list[tuple[str, int, float, float]]:
         times = sorted(rng.uniform(0, 10) for _ in range(8))
-        return [
-            ("forward-compute", number, *times[2 * number : 2 * number + 2])  # type: ignore[list-item]
-            for number in range(4)
-        ]
+        spans = zip(times[::2], times[1::2], strict=True)
+        return [("forward-compute", number, *span) for number, span in enumerate(spans)]
 
     rows = joined(TWO_STAGES, recordings(member(), member(), [], []))
     assert [row.number for row in rows] == [0, 1, 2, 3]
