@@ -117,6 +117,13 @@ class MalleusConfig:
         convert=_mib,
         metavar="MIB",
     )
+    trace: int = _setting(
+        "every N iterations record what each GPU does and when, for `malleus whatif`; needs "
+        "--malleus-log-dir; 0: never",
+        0,
+        convert=_whole_number,
+        metavar="N",
+    )
     record: Path | None = _setting(
         "write loss and gradient norm of every iteration, in full precision; "
         "needs no --malleus and changes nothing else",
@@ -196,7 +203,9 @@ def _flag(name: str) -> str:
 
 
 def _check_needs(config: MalleusConfig) -> None:
-    """Settings that would be silently ignored without `--malleus` are refused."""
+    """Settings that would be silently ignored are refused."""
+    if config.trace and config.log_dir is None:
+        raise BadInputError("--malleus-trace needs --malleus-log-dir: traces are written there.")
     if config.enabled:
         return
     for setting in fields(MalleusConfig):

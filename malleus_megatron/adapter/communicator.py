@@ -4,7 +4,8 @@ Takes the place of Megatron's P2PCommunicator in `forward_backward_pipelining_wi
 the same properties and methods, one tensor a call.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,23 +70,27 @@ class StageCommunicator:
         """The input of a micro-batch; None at the first stage."""
         if is_first_stage:
             return [None]
-        return [self._move(None, self._forward, tensor_shapes, self._forward)]
+        with self._timed("forward-recv"):
+            return [self._move(None, self._forward, tensor_shapes, self._forward)]
 
     def recv_backward(self, tensor_shapes: Shapes, is_last_stage: bool) -> list[Tensor | None]:
         """The gradient of an output; None at the last stage."""
         if is_last_stage:
             return [None]
-        return [self._move(None, self._backward, tensor_shapes, self._backward)]
+        with self._timed("backward-recv"):
+            return [self._move(None, self._backward, tensor_shapes, self._backward)]
 
     def send_forward(self, output_tensors: Tensors, is_last_stage: bool) -> None:
         """Hand an output on; nothing at the last stage."""
         if not is_last_stage:
-            self._move(output_tensors, self._forward, None, self._backward)
+            with self._timed("forward-send"):
+                self._move(output_tensors, self._forward, None, self._backward)
 
     def send_backward(self, input_tensor_grads: Tensors, is_first_stage: bool) -> None:
         """Hand the gradient of an input back; nothing at the first stage."""
         if not is_first_stage:
-            self._move(input_tensor_grads, self._backward, None, self._forward)
+            with self._timed("backward-send"):
+                self._move(input_tensor_grads, self._backward, None, self._forward)
 
     def send_forward_recv_backward(
         self, output_tensors: Tensors, tensor_shapes: Shapes, is_last_stage: bool
@@ -93,7 +98,8 @@ class StageCommunicator:
         """Both with the next stage at once."""
         if is_last_stage:
             return [None]
-        return [self._move(output_tensors, self._forward, tensor_shapes, self._backward)]
+        with self._timed("forward-send-backward-recv"):
+            return [self._move(output_tensors, self._forward, tensor_shapes, self._backward)]
 
     def send_backward_recv_forward(
         self, input_tensor_grads: Tensors, tensor_shapes: Shapes, is_first_stage: bool
@@ -101,7 +107,19 @@ class StageCommunicator:
         """Both with the previous stage at once."""
         if is_first_stage:
             return [None]
-        return [self._move(input_tensor_grads, self._backward, tensor_shapes, self._forward)]
+        with self._timed("backward-send-forward-recv"):
+            return [self._move(input_tensor_grads, self._backward, tensor_shapes, self._forward)]
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """Inside of the timer by which Megatron's own communicator calls the same."""
+        timers = self.config.timers
+        if timers is None:
+            yield
+            return
+        timers(name, log_level=2).start()
+        yield
+        timers(name).stop()
 
     def _move(
         self, tensors: Tensors, sent: Flow, shapes: Shapes | None, received: Flow

@@ -26,6 +26,7 @@ from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.adapter.saves import Saves, saves_any_stages
 from malleus_megatron.adapter.scalars import Scalars
 from malleus_megatron.adapter.standby import Standby
+from malleus_megatron.adapter.trace import JobTrace
 from malleus_megatron.config import Level
 from malleus_megatron.control.memory_model import GpuMemory
 from malleus_megatron.control.telemetry import GpuReading
@@ -90,6 +91,8 @@ class Job:
         """On a GPU."""
         self.scalars: Scalars | None = None
         """Where the recipe asks for TensorBoard or W&B."""
+        self.trace: JobTrace | None = None
+        """Records iterations, if that is asked for."""
         self._nominal_pipeline = pipeline
         self._agreement = agreement
         self._changes = changes
@@ -175,6 +178,8 @@ class Job:
             self._replicas.before_iteration(iteration, self._current.plan)
         pipelines = len(self._current.nominal.pipelines)
         self._counts = self._current.counts(get_num_microbatches() * pipelines)
+        if self.trace is not None:
+            self.trace.begin(iteration, self._current, is_reshaped=self.is_reshaped)
         self.clock.start_iteration(iteration)
 
     def run_schedule(self, schedule: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -215,6 +220,8 @@ class Job:
         Returns:
             The outcome; in a reshaped job with the loss on every rank, as the last rank prints it.
         """
+        if self.trace is not None:
+            self.trace.end()
         self.clock.finish_iteration()
         if self.is_reshaped and self._losses:
             outcome = (mean_losses(self._losses), *outcome[1:])
@@ -300,6 +307,8 @@ class Job:
             self.scalars.write(rows[0], self._current)
         if self._reporter is not None:
             self._reporter.iteration(rows, self._current)
+        if self.trace is not None:
+            self.trace.share()
         self._finished = None
         return rows
 

@@ -21,6 +21,7 @@ from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import HEALTHY, Rates
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
+from malleus_megatron.whatif.links import LinkNews
 
 _NEWS = 0.05
 """A rate is written again when it has moved by this much of itself."""
@@ -69,30 +70,30 @@ class Reporter:
         self._pace = PaceWatch()
         self._told_overfull = False
         self._unexplained: list[_Named] = []
+        self.job: JobDescription | None = None
+        """As the sidecar knows it, or would."""
+        self.observation: Observation | None = None
+        """What the GPUs measured in the iteration that was reported last."""
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
         self._events.write("level", iteration, level=current.level.name, reason=reason)
         self._say(f"level {current.level.name}: {reason}")
-        if self._sidecar is not None:
-            self.describe(current)
+        self.describe(current)
 
     def describe(self, current: CurrentPlan, memory: ModelMemory | None = None) -> None:
         """Tell the sidecar how the job lies now, and what its plans take if that is news."""
         if memory is not None and self._freedom is not None:
             self._freedom = replace(self._freedom, memory=memory)
-        if self._sidecar is None:
-            return
-        present = None if current.plan.same_layout(current.nominal) else current.plan
-        self._sidecar.describe(
-            JobDescription(
-                nominal=current.nominal,
-                level=current.level,
-                freedom=self._freedom,
-                present=present,
-                switch_s=self._switch_s,
-            )
+        self.job = JobDescription(
+            nominal=current.nominal,
+            level=current.level,
+            freedom=self._freedom,
+            present=None if current.plan.same_layout(current.nominal) else current.plan,
+            switch_s=self._switch_s,
         )
+        if self._sidecar is not None:
+            self._sidecar.describe(self.job)
 
     def warning(self, message: str) -> None:
         """Say that something went wrong and what happens now."""
@@ -109,22 +110,23 @@ class Reporter:
             if message is not None:
                 self.warning(message)
         samples = [sample for gpu, row in enumerate(rows) if (sample := row.sample(gpu))]
-        if self._sidecar is not None and samples:
-            self._sidecar.post(
-                Observation(
-                    # A device may be behind: some samples are of an iteration before.
-                    iteration=self._iteration,
-                    generation=current.generation,
-                    plan_id=current.plan_id,
-                    microbatch_counts=current.plan.microbatch_counts,
-                    samples=tuple(samples),
-                    probes=tuple(
-                        (gpu, row.probe_rate)
-                        for gpu, row in enumerate(rows)
-                        if not math.isnan(row.probe_rate)
-                    ),
-                )
+        self.observation = None
+        if samples:
+            self.observation = Observation(
+                # A device may be behind: some samples are of an iteration before.
+                iteration=self._iteration,
+                generation=current.generation,
+                plan_id=current.plan_id,
+                microbatch_counts=current.plan.microbatch_counts,
+                samples=tuple(samples),
+                probes=tuple(
+                    (gpu, row.probe_rate)
+                    for gpu, row in enumerate(rows)
+                    if not math.isnan(row.probe_rate)
+                ),
             )
+            if self._sidecar is not None:
+                self._sidecar.post(self.observation)
 
     def memory(
         self,
@@ -258,6 +260,30 @@ class Reporter:
                     is_certain=difference.is_certain,
                     action=action,
                 )
+
+    def traced(self, iteration: int, num_operations: int, clock_error_s: float) -> None:
+        """Say in the events that a trace of an iteration is there."""
+        self._events.write(
+            "trace", iteration, operations=num_operations, clock_error_s=clock_error_s
+        )
+
+    def link(self, news: LinkNews, iteration: int) -> None:
+        """Say that a link has become slow, or is no longer; no GPU is blamed for it."""
+        link = news.link
+        self._events.write(
+            "slow_link",
+            iteration,
+            gpus=list(link.gpus),
+            peers=list(link.peers),
+            is_slow=news.is_slow,
+            seconds=news.seconds,
+            usual_seconds=news.usual_s,
+        )
+        state = "is slow" if news.is_slow else "is no longer slow"
+        self._say(
+            f"the link {link} {state}: {news.seconds:.4g} s a transfer, "
+            f"{news.usual_s:.4g} s on links like it"
+        )
 
     def note(self, line: str) -> None:
         """Say something that is no event, or whose events are written."""

@@ -12,6 +12,7 @@ from typing import Any
 from malleus_megatron.adapter.plugin import Plugin
 from malleus_megatron.adapter.record import TRAIN_STEP_SIGNATURE
 from malleus_megatron.adapter.schedule import under_plan, with_loss_divisor
+from malleus_megatron.adapter.trace import trace_row
 from malleus_megatron.config import add_flags
 from malleus_megatron.runtime.patching import Replacement
 
@@ -21,7 +22,10 @@ MEGATRON_VERSIONS = ("0.19",)
 
 def seam_rows(plugin: Plugin) -> tuple[Replacement, ...]:
     """The table, with replacements that act for this plugin."""
-    return (*_training_rows(plugin), *_reshape_rows(plugin), *_schedule_rows(plugin))
+    rows = (*_training_rows(plugin), *_reshape_rows(plugin), *_schedule_rows(plugin))
+    if not plugin.config.trace:
+        return rows
+    return (*rows, trace_row(lambda: None if plugin.job is None else plugin.job.trace))
 
 
 def _training_rows(plugin: Plugin) -> tuple[Replacement, ...]:

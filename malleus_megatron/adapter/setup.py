@@ -1,5 +1,6 @@
 """Making the job: level, nominal plan, user's files, clock, reporter. Errors reach all ranks."""
 
+import socket
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -28,6 +29,7 @@ from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.adapter.scalars import Scalars
 from malleus_megatron.adapter.standby import Standby, learn_reference
+from malleus_megatron.adapter.trace import JobTrace, no_trace_of
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -153,6 +155,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
         job.standby = _standby(setup, clock.device, reporter)
     job.telemetry = _telemetry()
     job.scalars = Scalars() if Scalars.are_wanted() else None
+    job.trace = _trace(setup, clock.device, reporter)
     return job
 
 
@@ -218,6 +221,31 @@ def _telemetry() -> Telemetry | None:
     telemetry = Telemetry(f"GPU-{getattr(device, 'uuid', 'unknown to this torch')}")
     telemetry.start()
     return telemetry
+
+
+def _trace(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> JobTrace | None:
+    """None where it is off: as asked, or in a recipe that cannot be traced."""
+    config = setup.config
+    if not config.trace or config.log_dir is None:
+        return None
+    reason = no_trace_of(get_args())
+    if reason is not None:
+        if reporter is not None:
+            reporter.warning(f"--malleus-trace: nothing is traced: {reason}.")
+        return None
+    hosts = setup.agreement.gather(socket.gethostname().encode())
+    writer = None
+    if reporter is not None:  # pyarrow is not loaded where nothing is written
+        from malleus_megatron.adapter.trace_writer import TraceWriter
+
+        nodes = {gpu: hosts.index(host) for gpu, host in enumerate(hosts)}
+        writer = TraceWriter(config.log_dir / "trace", reporter, nodes)
+    return JobTrace(
+        config.trace,
+        agreement=setup.agreement,
+        device=device,
+        writer=writer,
+    )
 
 
 def _memory(setup: JobSetup, ground: Ground, nominal: Plan) -> JobMemory | None:

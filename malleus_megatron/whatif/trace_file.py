@@ -9,6 +9,7 @@ from pyarrow.parquet import ParquetFile
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.whatif.rows import Floats, Ints, Rows
+from malleus_megatron.whatif.trace_folder import trace_files
 
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "seq_id")
 CHUNK = "mc"
@@ -18,11 +19,15 @@ CHUNK = "mc"
 def read_trace(path: Path) -> Rows:
     """Read the columns that the analysis needs; others are let through.
 
+    Args:
+        path: A file, or a folder as `trace_files` reads it.
+
     Raises:
         BadInputError: the file cannot be read, is no parquet file, is damaged, lacks a column or
             has one of another type, or holds no trace of a non-interleaved pipeline.
     """
-    table = _table(path)
+    files = trace_files(path)
+    table = pyarrow.concat_tables([_table(file) for file in files], promote_options="permissive")
     try:
         kinds, names = _names(table.column("optype"))
         columns = {name: _whole(table, name) for name in ("dp_rank", "stage", "step", "seq_id")}

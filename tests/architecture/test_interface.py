@@ -26,6 +26,7 @@ FLAGS = [
     "--malleus-check-replicas",
     "--malleus-on-bad-replica",
     "--malleus-memory",
+    "--malleus-trace",
     "--malleus-record",
 ]
 

@@ -27,7 +27,8 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         "--malleus-inject i.json --malleus-pace p.json --malleus-log-dir out --bf16 "
         "--malleus-require rebalance --malleus-device cpu --malleus-sidecar http://127.0.0.1:80 "
         "--malleus-check-replicas 20 --malleus-on-bad-replica repair --malleus-memory 7e4 "
-        "--malleus-migration-memory 512 --malleus-record losses.jsonl --data-path 0.5 a 0.5 b"
+        "--malleus-trace 20 --malleus-migration-memory 512 --malleus-record losses.jsonl "
+        "--data-path 0.5 a 0.5 b"
     )
     config, rest = split_flags(line.split())
     assert rest == "--num-layers 4 --lr 1e-3 --bf16 --data-path 0.5 a 0.5 b".split()
@@ -45,6 +46,7 @@ def test_every_flag_is_read_and_the_rest_stays_in_order() -> None:
         on_bad_replica="repair",
         memory=70000.0,
         migration_memory=512,
+        trace=20,
         record=Path("losses.jsonl"),
     )
 
@@ -88,6 +90,9 @@ def test_the_arguments_of_others_are_never_touched(before: list[str], after: lis
         ),
         ("--malleus --malleus-migration-memory 0", "'0' is no number of MiB above 0"),
         ("--malleus --malleus-migration-memory much", "'much' is no number of MiB above 0"),
+        ("--malleus --malleus-trace=-1", "--malleus-trace: '-1' is no whole number from 0"),
+        ("--malleus --malleus-trace 5", "--malleus-trace needs --malleus-log-dir"),
+        ("--malleus-log-dir out --malleus-trace 5", "needs --malleus."),
         ("--malleus=yes", "--malleus: ignored explicit argument 'yes'"),
     ],
 )

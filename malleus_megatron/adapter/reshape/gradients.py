@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
@@ -29,7 +30,12 @@ class OwnerSums:
         """Finish the gradients of a step on every rank, also on standby."""
         # Timers, sequence parallelism inside the TP group; its data groups hold this rank alone.
         finalize_model_grads(model, None, pg_collection, force_all_reduce)
+        timers = get_model_config(model[0]).timers
+        if timers is not None:
+            timers("all-grads-sync", log_level=1).start()
         self._buckets.finish_sums()
+        if timers is not None:
+            timers("all-grads-sync").stop()
         if num_tokens is not None:
             self._divide_by_tokens(num_tokens)
 

@@ -183,7 +183,9 @@ class StageBuilder:
 
         def update_and_gather() -> bool:
             done = update()
+            config.timers("params-all-gather", log_level=1).start()
             buckets.gather()
+            config.timers("params-all-gather").stop()
             shards.drop_gradients()
             return bool(done)
 
