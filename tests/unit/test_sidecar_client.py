@@ -197,6 +197,46 @@ def test_nonsense_is_a_warning(sidecar: FakeSidecar, nonsense: bytes, message: s
     assert "Training goes on under the current plan" in warning
 
 
+def test_one_outage_is_one_warning(sidecar: FakeSidecar) -> None:
+    """A proxy in between numbers its errors, say: that makes no two faults of one."""
+
+    def numbered(path: str, body: bytes) -> bytes:
+        raise SidecarError(f"It answered 503: request {len(sidecar.paths)}.")
+
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for first in (1, 11):
+        sidecar.answer = numbered
+        for k in range(first, first + 9):
+            warnings += conversation.exchange(observation(k)).warnings
+        sidecar.answer = None
+        warnings += conversation.exchange(observation(first + 9)).warnings
+    assert len(warnings) == 2, warnings
+
+
+def test_an_outage_that_ends_the_process_is_told_as_both(sidecar: FakeSidecar) -> None:
+    sidecar.answer = failing
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1))
+    sidecar.ended = "SIGKILL"
+    (warning,) = conversation.exchange(observation(2)).warnings
+    assert "has ended (SIGKILL)" in warning
+
+
+def test_a_warning_with_other_numbers_is_the_same_warning(sidecar: FakeSidecar) -> None:
+    """A busy machine makes all GPUs slow, a little more or less in every iteration."""
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for k in range(1, 10):
+        busy = Decision(iteration=k, warning=f"All GPUs take 1.{k} times as long.")
+        answer = protocol.encode(protocol.decision_to_json(busy))
+        sidecar.answer = lambda path, body, answer=answer: (  # type: ignore[misc]
+            answer if path == "/v1/samples" else sidecar.serve(path, body)
+        )
+        warnings += conversation.exchange(observation(k)).warnings
+    assert warnings == ["All GPUs take 1.1 times as long."]
+
+
 def test_an_endless_variety_of_nonsense_is_cut_short(sidecar: FakeSidecar) -> None:
     """Between two failures it answers, so it is never given up."""
 
