@@ -161,7 +161,7 @@ def _kinds(rng: random.Random, grid: Grid, iterations: int) -> list[str]:
 def _fault(rng: random.Random, kind: str, grid: Grid, iterations: int) -> Fault:
     values: dict[str, Any] = {}
     if kind == FAILING_SWITCH:
-        values = {"step": rng.randrange(24), "rank": rng.randrange(grid.world)}
+        values = {"step": rng.randrange(14), "rank": rng.randrange(grid.world)}
     elif kind in {"stop", "slow body", "slow headers"}:
         values = {"seconds": rng.uniform(1, 25)}
     elif kind == "stop and kill":
