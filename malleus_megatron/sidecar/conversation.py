@@ -113,7 +113,7 @@ class Conversation:
         self._job_is_known = False
         end = self._sidecar.end()
         if end is not None:
-            return self._once(self._restarted(end))
+            return (self._restarted(end),)  # a few times at most
         if not is_new:
             return ()
         return self._once(f"The sidecar failed: {error} {_GOES_ON}; it is asked again.")
@@ -143,7 +143,7 @@ class Conversation:
         what = as_what or warning
         if warning is None or what is None or what in self._said:
             return ()
-        if len(self._said) >= _MAX_WARNINGS and not self.over:
+        if len(self._said) >= _MAX_WARNINGS:
             return ()
         self._said.add(what)
         return (warning,)
