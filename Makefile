@@ -11,7 +11,10 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 # Seconds that all tests together may take. A single one has its own limit (pyproject.toml).
 TEST_TIME_S := 3600
 
-.PHONY: help setup demo test check fmt fmt-check lint types arch unit bench gpu-check clean
+# Of `make chaos`: numbers and ranges, as in 0-4,7.
+SEEDS ?= 0-19
+
+.PHONY: help setup demo test check fmt fmt-check lint types arch unit bench chaos gpu-check clean
 
 help: ## list the targets
 	@awk -F ':.* ## ' '/^[a-z-]+:.* ## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -62,6 +65,9 @@ arch: $(READY) ## who may import what, sizes, words, flags
 bench: $(READY) ## planner, migrations, cost of the seams (paced), simulator; some minutes
 	@$(PY) scripts/bench_planner.py
 	@$(PYTEST) tests/bench -s -q
+
+chaos: $(READY) ## jobs under random faults, a line each; SEEDS=0-19 takes an hour or more
+	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos --seeds $(SEEDS)
 
 gpu-check: $(READY) ## what needs a GPU; without one it says so
 	@$(PY) scripts/gpu_check.py

@@ -41,26 +41,47 @@ def recorder_row(path: Path) -> Replacement:
     )
 
 
+class _Record:
+    """A file of lines. A disk that is full must not end a training job: that is said, once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._told = False
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line, or say why it is not there."""
+        try:
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8")
+            self._file.write(json_line(line))
+            self._file.flush()
+        except OSError as error:
+            if not self._told:
+                _log.warning(
+                    "--malleus-record: from iteration %d on lines are missing in %s: %s",
+                    *(line["iteration"], self._path, error.strerror),
+                )
+            self._told = True
+
+
 def _recorded(train_step: Callable[..., Any], *, path: Path) -> Callable[..., Any]:
-    file: list[TextIO] = []
+    record = _Record(path)
 
     @functools.wraps(train_step)
     def recorded_step(*arguments: Any, **options: Any) -> Any:
         result = train_step(*arguments, **options)
         losses, skipped, grad_norm = result[0], result[1], result[5]
         if losses and _is_first_holder_of_the_loss():
-            if not file:
-                file.append(path.open("a", encoding="utf-8"))
             iteration = arguments[7] if len(arguments) > 7 else options["iteration"]
-            _write_line(
-                file[0],
+            record.write(
                 {
                     "event": "iteration",
                     "iteration": iteration + 1,
                     "loss": _number(next(iter(losses.values()))),
                     "grad_norm": _number(grad_norm),
                     "skipped": bool(skipped),
-                },
+                }
             )
         return result
 
@@ -81,12 +102,3 @@ def _is_first_holder_of_the_loss() -> bool:
 def _number(value: Any) -> float | None:
     """A float; None where the step has none."""
     return None if value is None else float(value)
-
-
-def _write_line(file: TextIO, line: dict[str, Any]) -> None:
-    """A disk that is full must not end a training job: what cannot be written is said and lost."""
-    try:
-        file.write(json_line(line))
-        file.flush()
-    except OSError as error:
-        _log.warning("--malleus-record: iteration %d is not written: %s", line["iteration"], error)

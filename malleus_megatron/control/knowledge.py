@@ -84,6 +84,7 @@ class Knowledge:
             gpu: len(stage.gpus)
             for pipeline in layout.pipelines
             for stage in pipeline.stages
+            if stage.num_layers
             for gpu in stage.gpus
         }
         seen = Seen(

@@ -18,16 +18,20 @@ def measured_stage_times(window: Window, plan: Plan) -> StageTimes | None:
         plan: Who holds which layers.
 
     Returns:
-        None while a stage has no GPU with a usable measurement.
+        None while a stage with layers has no GPU with a usable measurement. A stage without layers
+        is not timed and counts as no time.
     """
     return _slowest_of_each_stage(median_by_gpu(window, stage_time_s), plan)
 
 
 def _slowest_of_each_stage(times: Mapping[int, float], plan: Plan) -> StageTimes | None:
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    if any(times.keys().isdisjoint(stage.gpus) for stage in stages):
+    if any(stage.num_layers and times.keys().isdisjoint(stage.gpus) for stage in stages):
         return None
     return tuple(
-        tuple(max(times[gpu] for gpu in stage.gpus if gpu in times) for stage in pipeline.stages)
+        tuple(
+            max((times[gpu] for gpu in stage.gpus if gpu in times), default=0.0)
+            for stage in pipeline.stages
+        )
         for pipeline in plan.pipelines
     )

@@ -1,5 +1,6 @@
 """What is said to the sidecar, and what becomes of its failures. No thread, no clock."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ _LONGEST_PAUSE_S = 60.0
 _MAX_WARNINGS = 20
 _MAX_NAMED_GPUS = 16
 _GOES_ON = "Training goes on under the current plan"
+_DIGITS = re.compile(r"[\d.]+")
+"""A state that lasts, told with figures that move, is one thing to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +77,13 @@ class Conversation:
                 self._ask("/v1/rejected", {"plan_id": plan_id, "why": why})
             decision = None if observation is None else self._decision(observation)
         except (SidecarError, BadInputError) as error:
-            return Turn(warnings=self._once(self._failed(str(error))))
+            return Turn(warnings=self._failed(str(error)))
         self._failures = 0
         warnings: tuple[str, ...] = ()
         if decision is not None:
-            warnings = self._once(_unmeasured(decision)) + self._once(decision.warning or None)
+            warnings = self._once(_unmeasured(decision)) + self._once(
+                decision.warning or None, as_what=_DIGITS.sub("", decision.warning)
+            )
         return Turn(decision=decision, warnings=warnings)
 
     def _introduce(self) -> None:
@@ -101,13 +106,17 @@ class Conversation:
         body = self._transport(path, protocol.encode(document))
         return protocol.decode(body, "The sidecar's answer")
 
-    def _failed(self, error: str) -> str:
+    def _failed(self, error: str) -> tuple[str, ...]:
+        """Take note of a failure; those that follow it before the next answer are the same one."""
+        is_new = not self._failures
         self._failures += 1
         self._job_is_known = False
         end = self._sidecar.end()
         if end is not None:
-            return self._restarted(end)
-        return f"The sidecar failed: {error} {_GOES_ON}; it is asked again."
+            return (self._restarted(end),)  # a few times at most
+        if not is_new:
+            return ()
+        return self._once(f"The sidecar failed: {error} {_GOES_ON}; it is asked again.")
 
     def _restarted(self, end: str) -> str:
         """Start a process that has ended once more; what it had seen it sees anew."""
@@ -124,13 +133,19 @@ class Conversation:
         self.over = True
         return f"{what}; there are no more re-plans."
 
-    def _once(self, warning: str | None) -> tuple[str, ...]:
-        """The warning if it was not said yet; an endless variety of them is cut short."""
-        if warning is None or warning in self._said:
+    def _once(self, warning: str | None, as_what: str | None = None) -> tuple[str, ...]:
+        """The warning if it was not said yet; an endless variety of them is cut short.
+
+        Args:
+            warning: What to say, if anything.
+            as_what: What it counts as, if not as its own text.
+        """
+        what = as_what or warning
+        if warning is None or what is None or what in self._said:
             return ()
-        if len(self._said) >= _MAX_WARNINGS and not self.over:
+        if len(self._said) >= _MAX_WARNINGS:
             return ()
-        self._said.add(warning)
+        self._said.add(what)
         return (warning,)
 
 

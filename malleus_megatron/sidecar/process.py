@@ -19,6 +19,7 @@ from malleus_megatron.sidecar.transport import PLANNING_TIMEOUT_S, HttpTransport
 
 _log = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 2.0
+_END_WAIT_S = 0.5
 _MAX_LINE_BYTES = 4096
 
 
@@ -109,9 +110,13 @@ class OwnSidecar:
         return HttpTransport(f"http://127.0.0.1:{port}", timeout_s=self._reply_timeout_s)
 
     def end(self) -> str | None:
-        """Its exit status or signal, if it has ended."""
-        status = None if self._process is None else self._process.poll()
-        if status is None:
+        """Its exit status or signal, if it has ended or is about to."""
+        if self._process is None:
+            return None
+        try:
+            # Its connections end a moment before it does.
+            status = self._process.wait(_END_WAIT_S)
+        except subprocess.TimeoutExpired:
             return None
         return f"exit status {status}" if status >= 0 else f"{signal.Signals(-status).name}"
 

@@ -1,7 +1,10 @@
 """One HTTP exchange with the sidecar, bounded in time and size."""
 
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlsplit
@@ -59,14 +62,18 @@ class HttpTransport:
         timeout_s = self._timeout_s
         if path != PLANNING_PATH:
             timeout_s = min(timeout_s, REPLY_TIMEOUT_S)
+        deadline = time.monotonic() + timeout_s
         connection = HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            answer = self._read(response, timeout_s)
+            with _cut_off_at(deadline, connection):
+                connection.request("POST", path, body, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+            answer = self._read(response, timeout_s, deadline)
         except TimeoutError as error:
             raise self._late(timeout_s) from error
         except (OSError, HTTPException, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise self._late(timeout_s) from error
             raise SidecarError(f"{self.url} cannot be used: {_reason(error)}.") from error
         finally:
             connection.close()
@@ -75,19 +82,40 @@ class HttpTransport:
             raise SidecarError(f"{self.url}{path} answered {response.status}: {text!r}.")
         return answer
 
-    def _read(self, response: HTTPResponse, timeout_s: float) -> bytes:
+    def _read(self, response: HTTPResponse, timeout_s: float, deadline: float) -> bytes:
         answer = bytearray()
-        deadline = time.monotonic() + timeout_s
-        while chunk := response.read1(_CHUNK_BYTES):
+        while time.monotonic() < deadline:
+            chunk = response.read1(_CHUNK_BYTES)
+            if not chunk:
+                return bytes(answer)
             answer += chunk
             if len(answer) > self._max_reply_bytes:
                 raise SidecarError(f"{self.url} answered more than {self._max_reply_bytes} bytes.")
-            if time.monotonic() > deadline:
-                raise self._late(timeout_s)
-        return bytes(answer)
+        raise self._late(timeout_s)
 
     def _late(self, timeout_s: float) -> SidecarError:
         return SidecarError(f"{self.url} did not answer within {timeout_s:g} s.")
+
+
+@contextmanager
+def _cut_off_at(deadline: float, connection: HTTPConnection) -> Iterator[None]:
+    """End the connection at the deadline.
+
+    A socket's time limit is one of each byte: a head that drips would hold its reader for hours.
+    """
+
+    def cut_off() -> None:
+        with suppress(OSError):  # the other end was faster
+            if connection.sock is not None:
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(deadline - time.monotonic(), cut_off)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _split(url: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from malleus_megatron.plan.cluster import Cluster
 from malleus_megatron.plan.codec import plan_id
 from malleus_megatron.plan.degrees import ModelWidths, check_degrees
 from malleus_megatron.plan.nominal import nominal_plan
-from malleus_megatron.plan.plan import Plan, check_world
+from malleus_megatron.plan.plan import Pipeline, Plan, Stage, check_world
 from malleus_megatron.plan.problem import ModelMemory, Problem
 from malleus_megatron.planner.search import make_plan
 
@@ -103,7 +103,7 @@ class SimulatedJob:
         for pipeline in self.plan.pipelines:
             for index, stage in enumerate(pipeline.stages):
                 ends = EMBEDDING * (index == 0) + HEAD * (stage is pipeline.stages[-1])
-                for gpu in stage.gpus:
+                for gpu in stage.gpus if stage.num_layers else ():  # else the clock times nothing
                     layer_s = self.layer_s[len(stage.gpus)] * rates.get(gpu, 1.0) * self.noise()
                     samples.append(self.sample(gpu, layer_s, stage.num_layers, ends))
         probes = [(gpu, rates.get(gpu, 1.0)) for gpu in self.plan.standby]
@@ -460,6 +460,22 @@ def _fullest_mib(plan: Plan, layer_mib: float) -> float:
     """Of a GPU, where a layer has so much at degree 2."""
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     return max(layer_mib * stage.num_layers * 2 / len(stage.gpus) for stage in stages)
+
+
+def test_a_stage_without_layers_is_no_reason_to_stop_planning() -> None:
+    """A plan of the user's may have one; its GPU times no layer, and nothing is wrong with it."""
+    job = SimulatedJob(grid())
+    job.run(4)
+    stages = (
+        Stage(gpus=(0,), layers=(0, 0)),
+        Stage(gpus=(1,), layers=(0, 4)),
+        Stage(gpus=(2, 3), layers=(4, 8)),
+    )
+    job.switch(replace(job.plan, pipelines=(Pipeline(num_microbatches=8, stages=stages),)))
+    job.run(6, {2: 3.0})
+    assert {decision.ignored for decision in job.decisions} == {()}
+    assert job.offers
+    assert standing(job.plan, 2)[1] < 4
 
 
 @pytest.mark.parametrize("level", [Level.observe, Level.rebalance])

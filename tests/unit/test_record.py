@@ -51,6 +51,21 @@ def test_what_json_has_no_number_for_is_text_and_a_missing_norm_is_null(tmp_path
     assert second["grad_norm"] is None
 
 
+@pytest.mark.parametrize("fault", ["full", "gone"])
+def test_a_disk_that_fails_is_told_once_and_ends_no_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+):
+    path = Path("/dev/full") if fault == "full" else tmp_path / "folder" / "losses.jsonl"
+    run = recorded(path, step({"lm loss": 1.0}))
+    if fault == "gone":
+        path.parent.rmdir()
+    for iteration in range(3):
+        assert run(iteration=iteration)[0] == {"lm loss": 1.0}
+    (warning,) = [entry.getMessage() for entry in caplog.records]
+    assert "from iteration 1 on" in warning
+    assert str(path) in warning
+
+
 def test_ranks_without_the_loss_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "losses.jsonl"
     recorded(path, step({}))(iteration=0)
@@ -68,10 +83,3 @@ def test_a_file_that_cannot_be_made_is_bad_input(tmp_path: Path):
 def test_a_folder_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="is a folder"):
         record.recorder_row(tmp_path)
-
-
-def test_a_full_disk_loses_lines_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    run = recorded(Path("/dev/full"), step({"lm loss": 2.0}))
-    assert run(iteration=0)[0] == {"lm loss": 2.0}
-    assert run(iteration=1)[0] == {"lm loss": 2.0}
-    assert "iteration 1 is not written" in caplog.text

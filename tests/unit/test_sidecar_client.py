@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pytest
 
@@ -197,6 +198,48 @@ def test_nonsense_is_a_warning(sidecar: FakeSidecar, nonsense: bytes, message: s
     assert "Training goes on under the current plan" in warning
 
 
+def test_one_outage_is_one_warning(sidecar: FakeSidecar) -> None:
+    """A proxy in between numbers its errors, say: that makes no two faults of one."""
+
+    def numbered(path: str, body: bytes) -> bytes:
+        raise SidecarError(f"It answered 503: request {len(sidecar.paths)}.")
+
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for first in (1, 11):
+        sidecar.answer = numbered
+        for k in range(first, first + 9):
+            warnings += conversation.exchange(observation(k)).warnings
+        sidecar.answer = None
+        warnings += conversation.exchange(observation(first + 9)).warnings
+    assert len(warnings) == 2, warnings
+
+
+def test_an_outage_that_ends_the_process_is_told_as_both(sidecar: FakeSidecar) -> None:
+    sidecar.answer = failing
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1))
+    sidecar.ended = "SIGKILL"
+    (warning,) = conversation.exchange(observation(2)).warnings
+    assert "has ended (SIGKILL)" in warning
+
+
+def answering(sidecar: FakeSidecar, answer: bytes, path: str, body: bytes) -> bytes:
+    return answer if path == "/v1/samples" else sidecar.serve(path, body)
+
+
+def test_a_warning_with_other_numbers_is_the_same_warning(sidecar: FakeSidecar) -> None:
+    """A busy machine makes all GPUs slow, a little more or less in every iteration."""
+    conversation = talk(sidecar)
+    warnings: list[str] = []
+    for k in range(1, 10):
+        busy = Decision(iteration=k, warning=f"All GPUs take 1.{k} times as long.")
+        answer = protocol.encode(protocol.decision_to_json(busy))
+        sidecar.answer = partial(answering, sidecar, answer)
+        warnings += conversation.exchange(observation(k)).warnings
+    assert warnings == ["All GPUs take 1.1 times as long."]
+
+
 def test_an_endless_variety_of_nonsense_is_cut_short(sidecar: FakeSidecar) -> None:
     """Between two failures it answers, so it is never given up."""
 
@@ -210,6 +253,21 @@ def test_an_endless_variety_of_nonsense_is_cut_short(sidecar: FakeSidecar) -> No
         warnings += conversation.exchange(observation(k)).warnings
     assert not conversation.over
     assert len(warnings) == 20
+
+
+def test_the_end_of_the_process_is_told_however_much_was_said_before(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    for k in range(1, 101):
+        message = f"Nonsense number {k}."
+        sidecar.answer = partial(raising, message) if k % 2 else None
+        conversation.exchange(observation(k))
+    sidecar.answer, sidecar.ended = failing, "SIGKILL"
+    (warning,) = conversation.exchange(observation(101)).warnings
+    assert "it is started again (1 of 3)" in warning
+
+
+def raising(message: str, path: str, body: bytes) -> bytes:
+    raise SidecarError(message)
 
 
 def test_gpus_without_timings_are_named_once(sidecar: FakeSidecar) -> None:

@@ -281,6 +281,22 @@ def test_a_process_that_does_not_say_where_it_listens(
     assert sidecar.end() is not None
 
 
+def test_a_process_that_is_about_to_end_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process's connections are reset a moment before it can be seen to have ended."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec >&-\nsleep 0.1\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    sidecar = OwnSidecar()
+    sidecar.launch()
+    assert sidecar._process is not None
+    assert sidecar._process.stdout is not None
+    assert sidecar._process.stdout.read() == b""
+    assert sidecar.end() == "SIGKILL"
+
+
 def test_a_python_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(SidecarError, match=r"/nowhere/python.*cannot be started"):

@@ -72,6 +72,13 @@ def drip(connection: socket.socket) -> None:
         time.sleep(0.05)
 
 
+def drip_the_head(connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 200 OK\r\n")
+    for byte in b"X: 1\r\n" * 10:
+        connection.sendall(bytes([byte]))
+        time.sleep(0.05)
+
+
 def endless(connection: socket.socket) -> None:
     connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
     while True:
@@ -94,6 +101,7 @@ def endless(connection: socket.socket) -> None:
         (endless, "answered more than 100000 bytes"),
         (says(page(b"x" * 100_001)), "answered more than 100000 bytes"),
         (drip, "did not answer within 0.3 s"),
+        (drip_the_head, "did not answer within 0.3 s"),
         (lambda connection: time.sleep(1.0), "did not answer within 0.3 s"),
     ],
 )
