@@ -16,6 +16,7 @@ from malleus_megatron.events import EventLog
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.migration.replicas import Difference
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
+from malleus_megatron.plan.injection import Injection
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
 from malleus_megatron.plan.rates import HEALTHY, Rates
@@ -70,10 +71,26 @@ class Reporter:
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
-        self._events.write("level", iteration, level=current.level.name, reason=reason)
+        plan = current.plan
+        self._events.write(
+            "level",
+            iteration,
+            level=current.level.name,
+            reason=reason,
+            generation=current.generation,
+            plan=current.plan_id,
+            layout=in_short(plan),
+            gpus=len(list(plan.all_gpus())),
+        )
+        self._keep_plan(current)
         self._say(f"level {current.level.name}: {reason}")
         if self._sidecar is not None:
             self.describe(current)
+
+    def injected(self, injection: Injection) -> None:
+        """Write down which rates are injected, and when."""
+        for entry in injection.entries:
+            self._events.write("injection", 0, **asdict(entry))
 
     def describe(self, current: CurrentPlan, memory: ModelMemory | None = None) -> None:
         """Tell the sidecar how the job lies now, and what its plans take if that is news."""
@@ -203,9 +220,7 @@ class Reporter:
             seconds=plan.planning.seconds if plan.planning else 0.0,
             predicted=document.get("predicted", {}),
         )
-        self._events.keep(
-            f"plans/generation-{current.generation}.json", canonical_json(document) + "\n"
-        )
+        self._keep_plan(current)
         predicted = plan.predicted.step_time_s if plan.predicted else None
         expected = "" if predicted is None else f", predicted step {predicted:.3f} s"
         self._say(f"iteration {iteration}: plan {current.generation}, {in_short(plan)}{expected}")
@@ -259,6 +274,10 @@ class Reporter:
         if self._pace.misses:
             self._events.write("pace", self._iteration, **self._pace.summary())
         self._events.close()
+
+    def _keep_plan(self, current: CurrentPlan) -> None:
+        document = canonical_json(plan_to_json(current.plan))
+        self._events.keep(f"plans/generation-{current.generation}.json", document + "\n")
 
     def _write_iteration(self, rows: Sequence[BoundaryRow], current: CurrentPlan) -> None:
         with_loss = next((row for row in rows if row.has_loss), None)

@@ -278,4 +278,6 @@ def _reporter(
         freedom=freedom,
     )
     reporter.level(current, setup.decision.reason, 0)
+    if setup.inputs.injection is not None:
+        reporter.injected(setup.inputs.injection)
     return reporter
