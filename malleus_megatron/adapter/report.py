@@ -19,12 +19,9 @@ from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, r
 from malleus_megatron.plan.injection import Injection
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
-from malleus_megatron.plan.rates import HEALTHY, Rates
+from malleus_megatron.plan.rates import RATE_NEWS, Rates, have_moved
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
-
-_NEWS = 0.05
-"""A rate is written again when it has moved by this much of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +56,13 @@ class Reporter:
             freedom: What a planner may do at level reshape.
         """
         self._freedom = freedom
+        if sidecar is not None:
+            events.follower = sidecar.tell
         self._say = say
         self._sidecar = sidecar
         self._events = events
         self._iteration = 0
-        self._rates: dict[int, float] = {}
+        self._rates = Rates()
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
@@ -171,6 +170,8 @@ class Reporter:
         self._tell_log_failure()
         if self._sidecar is None:
             return None
+        for news in self._sidecar.take_news():
+            self._say(news)
         self._take_warnings()
         decision = self._sidecar.take_reply()
         if decision is None:
@@ -323,16 +324,11 @@ class Reporter:
         self._stragglers = stragglers
 
     def _tell_rates(self, rates: Rates) -> None:
-        new = dict(rates)
-        if not new:
-            return
-        gpus = new.keys() | self._rates.keys()
-        moved = any(
-            abs(new.get(gpu, HEALTHY) / self._rates.get(gpu, HEALTHY) - 1) > _NEWS for gpu in gpus
-        )
-        if moved or not self._rates:
+        if rates.by_gpu and (
+            not self._rates.by_gpu or have_moved(self._rates, rates, by=RATE_NEWS)
+        ):
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
-            self._rates = new
+            self._rates = rates
 
 
 def _number(value: float) -> float | None:

@@ -21,6 +21,7 @@ _CLIPPED_FROM = 1.6
 """The highest point is cut off where it is so many times what nearly all points are below."""
 _NEARLY_ALL = 0.98
 _MOST_NAMED = 6
+_LABEL_HEIGHTS = {"plan": -18, "straggler": -5, "recovered": -5, "injected": -31}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +166,7 @@ def _middle(point: Band) -> float:
 
 def _marks(marks: Iterable[Mark], axes: _Axes) -> Iterator[Markup]:
     """A line for each kind and iteration; labels only where there is room for them."""
-    labelled = {True: -1.0, False: -1.0}
+    labelled = dict.fromkeys(_LABEL_HEIGHTS.values(), -1.0)
     key: Callable[[Mark], tuple[int, str]] = lambda mark: (mark.iteration, mark.kind)  # noqa: E731
     shown = [mark for mark in marks if axes.first <= mark.iteration <= axes.last + 1]
     for (iteration, kind), same in groupby(sorted(shown, key=key), key=key):
@@ -176,11 +177,10 @@ def _marks(marks: Iterable[Mark], axes: _Axes) -> Iterator[Markup]:
         title = tag("title", _named(iteration, group))
         line = tag("line", x1=x, x2=x, y1=0, y2="100%", class_=f"mark {kind}")
         hit = tag("rect", x=x, y=-30, width=9, height=HEIGHT + 30, class_="hit")
-        is_plan = kind == "plan"
+        y = _LABEL_HEIGHTS[kind]
         label = None
-        if part - labelled[is_plan] >= _LEAST_BETWEEN_LABELS:
-            labelled[is_plan] = part
-            y = -18 if is_plan else -5
+        if part - labelled[y] >= _LEAST_BETWEEN_LABELS:
+            labelled[y] = part
             label = tag("text", group[0].label, x=x, y=y, class_=f"middle glyph {kind}")
         yield tag("g", title, line, label, hit)
 

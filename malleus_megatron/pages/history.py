@@ -161,6 +161,14 @@ class History:
         self.last_iteration = iteration
 
 
+def begins_a_run(body: Mapping[str, Any], before: History) -> bool:
+    """True if the event is of another run than what was told before: a job that starts again."""
+    kind, iteration = body.get("event"), body.get("iteration")
+    if kind == "level":
+        return iteration == 0
+    return kind == "iteration" and isinstance(iteration, int) and iteration <= before.last_iteration
+
+
 _OF_ALL = frozenset({"event", "iteration"})
 
 

@@ -3,10 +3,9 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from malleus_megatron.errors import BadInputError
-from malleus_megatron.pages.history import History
+from malleus_megatron.pages.history import History, begins_a_run
 from malleus_megatron.plan.codec import plan_id, read_plan
 from malleus_megatron.plan.fields import as_dict
 from malleus_megatron.plan.plan import Plan
@@ -85,7 +84,7 @@ def _take(line: bytes, runs: list[History]) -> str | None:
         return None
     try:
         body = as_dict(json.loads(line), "the line")
-        if not runs or _begins_a_run(body, runs[-1]):
+        if not runs or begins_a_run(body, runs[-1]):
             run = History()
             run.add(body)
             runs.append(run)
@@ -96,10 +95,3 @@ def _take(line: bytes, runs: list[History]) -> str | None:
     except BadInputError as error:
         return str(error)
     return None
-
-
-def _begins_a_run(body: dict[str, Any], run: History) -> bool:
-    kind, iteration = body.get("event"), body.get("iteration")
-    if kind == "level":
-        return iteration == 0
-    return kind == "iteration" and isinstance(iteration, int) and iteration <= run.last_iteration

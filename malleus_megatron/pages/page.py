@@ -40,7 +40,11 @@ def make_page(story: Story, frame: Frame) -> str:
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
-        tag("meta", http_equiv="Content-Security-Policy", content=content_policy(frame.is_live)),
+        tag(
+            "meta",
+            http_equiv="Content-Security-Policy",
+            content=content_policy(is_live=frame.is_live),
+        ),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("meta", name="referrer", content="no-referrer"),
@@ -58,7 +62,7 @@ def make_page(story: Story, frame: Frame) -> str:
 
 
 @functools.cache
-def content_policy(is_live: bool) -> str:  # noqa: FBT001  (one of two policies)
+def content_policy(*, is_live: bool) -> str:
     """What a browser may load and run: the page's own style and script, and its own server."""
     policy = {
         "default-src": "'none'",

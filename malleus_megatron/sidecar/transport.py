@@ -31,8 +31,15 @@ class HttpTransport:
         *,
         timeout_s: float = REPLY_TIMEOUT_S,
         max_reply_bytes: int = MAX_MESSAGE_BYTES,
+        token: str | None = None,
     ) -> None:
         """Check the URL; nothing is sent yet.
+
+        Args:
+            url: http://HOST:PORT.
+            timeout_s: Of an exchange.
+            max_reply_bytes: A longer answer is an error.
+            token: Shown with every request, if there is one.
 
         Raises:
             BadInputError: the URL is not http://HOST:PORT.
@@ -41,6 +48,9 @@ class HttpTransport:
         self._host, self._port = _split(url)
         self._timeout_s = timeout_s
         self._max_reply_bytes = max_reply_bytes
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def __call__(self, path: str, body: bytes) -> bytes:
         """Exchange one document.
@@ -50,7 +60,7 @@ class HttpTransport:
         """
         connection = HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         try:
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, self._headers)
             response = connection.getresponse()
             answer = self._read(response)
         except TimeoutError as error:

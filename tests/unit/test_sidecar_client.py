@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from malleus_megatron.config import Level
+from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision
 from malleus_megatron.errors import BadInputError, SidecarError
@@ -31,6 +31,7 @@ class FakeSidecar:
     service: Service = field(default_factory=Service)
     answer: Answer | None = None
     ended: str | None = None
+    page: str | None = None
     paths: list[str] = field(default_factory=list)
     stops: int = 0
     launches: int = 0
@@ -380,7 +381,7 @@ def test_a_forked_process_leaves_the_client_alone(
 
 
 def test_no_sidecar_is_wanted() -> None:
-    assert start_sidecar("none", JOB) is None
+    assert start_sidecar(MalleusConfig(sidecar="none"), JOB) is None
 
 
 @pytest.mark.parametrize(
@@ -390,7 +391,7 @@ def test_no_sidecar_is_wanted() -> None:
 )  # fmt: skip
 def test_a_setting_that_is_no_sidecar_is_refused(setting: str) -> None:
     with pytest.raises(BadInputError, match="Sidecar"):
-        start_sidecar(setting, JOB)
+        start_sidecar(MalleusConfig(sidecar=setting), JOB)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:80", "http://head-node:8123/", "http://[::1]:9"])
