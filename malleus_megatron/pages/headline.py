@@ -19,7 +19,9 @@ def headline(history: History, stragglers: tuple[Straggler, ...]) -> str:
         return _sentence([*parts, f"a step took {seconds(median_step_s(steps))} (median)"])
     first = min(straggler.since for straggler in stragglers)
     later = [iteration for iteration in changes if iteration > first]
-    took = in_words([f"{seconds(time_s)} {when}" for when, time_s in _times(steps, first, later)])
+    spans = _around_changes(steps, first, later) if later else _while_slow(steps, first, stragglers)
+    times = [(median_step_s(own), when) for when, own in spans]
+    took = in_words([f"{seconds(time_s)} {when}" for time_s, when in times if time_s is not None])
     return _sentence(
         [
             _who(stragglers, first),
@@ -63,24 +65,34 @@ def _changed(changes: list[int]) -> str:
     return f"the plan changed {len(changes)} times, from iteration {changes[0]} to {changes[-1]}"
 
 
-def _times(steps: list[Step], first: int, changes: list[int]) -> list[tuple[str, float]]:
-    """When, and the median step then; spans without a time are left out."""
-    change = changes[0] if changes else None
-    spans = [("before", [step for step in steps if step.iteration < first])]
-    if change is None:
-        spans.append(("since then", [step for step in steps if step.iteration >= first]))
-    else:
-        until = changes[1] if len(changes) > 1 else steps[-1].iteration + 1
-        spans += [
-            (
-                "until the plan changed",
-                [step for step in steps if first <= step.iteration < change],
-            ),
-            ("under the new plan", [s for s in steps if change <= s.iteration < until]),
-        ]
-        if len(changes) > 1:
-            spans.append(("under the last one", [s for s in steps if s.iteration >= changes[-1]]))
-    return [(when, time_s) for when, own in spans if (time_s := median_step_s(own)) is not None]
+type _Spans = list[tuple[str, list[Step]]]
+
+
+def _while_slow(steps: list[Step], first: int, stragglers: tuple[Straggler, ...]) -> _Spans:
+    """Where no plan changed: before, and until the last one has recovered."""
+    before = ("before", [step for step in steps if step.iteration < first])
+    if any(one.recovered is None for one in stragglers):
+        return [before, ("since then", [step for step in steps if step.iteration >= first])]
+    end = max(one.recovered or 0 for one in stragglers)
+    return [
+        before,
+        ("until then", [step for step in steps if first <= step.iteration < end]),
+        ("after that", [step for step in steps if step.iteration >= end]),
+    ]
+
+
+def _around_changes(steps: list[Step], first: int, changes: list[int]) -> _Spans:
+    """Before, until the plan changed, under the new one, and under the last one."""
+    change = changes[0]
+    until = changes[1] if len(changes) > 1 else steps[-1].iteration + 1
+    spans = [
+        ("before", [step for step in steps if step.iteration < first]),
+        ("until the plan changed", [step for step in steps if first <= step.iteration < change]),
+        ("under the new plan", [step for step in steps if change <= step.iteration < until]),
+    ]
+    if len(changes) > 1:
+        spans.append(("under the last one", [s for s in steps if s.iteration >= changes[-1]]))
+    return spans
 
 
 def _iterations(count: int) -> str:

@@ -128,6 +128,7 @@ def _section(title: str, content: Markup) -> Iterator[Markup]:
 
 def _tiles(story: Story) -> Markup:
     latest = story.latest_phase
+    predicted = latest.predicted_s if latest else None
     now = story.now
     standby = (
         f", {len(now.plan.standby)} on standby" if now is not None and now.plan.standby else ""
@@ -140,7 +141,7 @@ def _tiles(story: Story) -> Markup:
         (
             "under this plan",
             seconds(latest.median_s if latest else None),
-            f"median; predicted {seconds(latest.predicted_s if latest else None)}",
+            "median" if predicted is None else f"median; predicted {seconds(predicted)}",
         ),
         ("stragglers", str(len(slow)), f"GPU {named}" if slow else "none now"),
         (

@@ -22,7 +22,8 @@ def rate_class(rate: float | None) -> str:
         return "unknown"
     if math.isinf(rate):
         return "failed"
-    return f"r{sum(rate >= limit for limit in RATE_LIMITS)}"
+    shown = float(f"{rate:.3g}")  # what is written as 3.00 has the colour of 3
+    return f"r{sum(shown >= limit for limit in RATE_LIMITS)}"
 
 
 def rate_legend() -> list[tuple[str, str]]:

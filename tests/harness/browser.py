@@ -27,7 +27,8 @@ const wait = (ms) => new Promise((done) => setTimeout(done, ms));
 frame.addEventListener("load", async () => {{
   const page = frame.contentDocument, view = frame.contentWindow;
   let result;
-  try {{ result = await (async () => {{ {script} }})(); }} catch (error) {{ result = String(error); }}
+  try {{ result = await (async () => {{ {script} }})(); }}
+  catch (error) {{ result = String(error); }}
   document.getElementById("result").textContent = JSON.stringify(result);
 }});
 </script>"""

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 
 from malleus_megatron.cli.main import main
+from malleus_megatron.control.policy import Policy
 from malleus_megatron.pages.history import History
 from malleus_megatron.pages.page import Frame, make_page
 from malleus_megatron.pages.story import tell
 from malleus_megatron.plan.rates import Rates
+from malleus_megatron.sidecar import protocol
 from tests.harness.browser import asked_of, browser, rendered
 from tests.harness.logs import HOSTILE, NOMINAL, SLOW_GPU, SLOWS, job_events, write_log
+from tests.unit.sidecar_cases import JOB, SLOW, observation
 from tests.unit.test_monitor import told
 from tests.unit.test_pages import Reader
+from tests.unit.test_sidecar_process import Server
 
 PHONE = 375
 ICON = "/favicon.ico"
@@ -222,9 +226,8 @@ def test_news_come_by_themselves_and_leave_the_reader_where_he_is() -> None:
 
 
 def test_a_sidecar_that_is_gone_is_told() -> None:
-    pages = iter([live()()])
     shown, _ = asked_of(
-        lambda: next(pages, "").replace("", ""),
+        live(),
         """
         view.fetch = () => Promise.reject(new Error("gone"));
         await wait(3000);
@@ -238,15 +241,9 @@ def test_a_sidecar_that_is_gone_is_told() -> None:
     }
 
 
-def test_the_page_of_a_real_sidecar(tmp_path: Path) -> None:
-    from tests.unit.test_sidecar_process import Server
-
+def test_the_page_of_a_real_sidecar() -> None:
     server = Server()
     try:
-        from malleus_megatron.control.policy import Policy
-        from malleus_megatron.sidecar import protocol
-        from tests.unit.sidecar_cases import JOB, SLOW, observation
-
         server.tell("POST", "/v1/job", protocol.job_to_json(JOB, Policy()))
         for iteration in range(1, 6):
             body = protocol.observation_to_json(observation(iteration, SLOW))

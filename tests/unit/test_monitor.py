@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from malleus_megatron.control.policy import Policy
+from malleus_megatron.pages.history import Bounds
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.sidecar import monitor, protocol
 from malleus_megatron.sidecar.exposition import Family, expose
@@ -146,7 +147,7 @@ def test_a_job_that_starts_again_is_another_run() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = monitor.Bounds(steps=10, events=5, rates=40)
+    bounds = Bounds(steps=10, events=5, rates=40)
     monkeypatch.setattr(monitor, "BOUNDS", bounds)
     service = described()
     for iteration in range(1, 101):

@@ -116,8 +116,9 @@ def test_numbers_are_short(value: float | None, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("rate", "style"),
-    [(None, "unknown"), (math.nan, "unknown"), (0.9, "r0"), (1.0999, "r0"), (1.1, "r1"),
-     (1.99, "r3"), (2.0, "r4"), (4.99, "r5"), (1000.0, "r6"), (math.inf, "failed")],
+    [(None, "unknown"), (math.nan, "unknown"), (0.9, "r0"), (1.0949, "r0"), (1.0999, "r1"),
+     (2.9999999, "r5"), (1.1, "r1"), (1.99, "r3"), (2.0, "r4"), (4.99, "r5"), (1000.0, "r6"),
+     (math.inf, "failed")],
 )  # fmt: skip
 def test_rates_have_a_colour_each(rate: float | None, style: str) -> None:
     assert rate_class(rate) == style
@@ -284,6 +285,18 @@ def test_stragglers_that_stay_and_no_plan() -> None:
     )
     assert [one.gpu for one in story.active] == [2, 7]
     assert (story.now, story.rates) == (None, None)
+
+
+def test_a_straggler_that_recovers_by_itself() -> None:
+    run = history(*steps(20, step_time_s=1.0)[:3])
+    for k in range(4, 21):
+        run.add({"event": "iteration", "iteration": k, "step_time_s": 3.0 if k < 7 else 1.0})
+    run.add({"event": "straggler", "iteration": 5, "gpu": 0, "rate": 3.0, "since": 4})
+    run.add({"event": "recovered", "iteration": 7, "gpu": 0, "rate": 1.0})
+    assert tell(run, {}).headline == (
+        "GPU 0 slowed down to rate 3.00 at iteration 4; recovered by iteration 7; the plan did not "
+        "change; a step took 1.000 s before, 3.000 s until then and 1.000 s after that."
+    )
 
 
 def test_a_healthy_job_and_one_that_has_not_begun() -> None:
