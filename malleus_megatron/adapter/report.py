@@ -62,7 +62,7 @@ class Reporter:
         self._sidecar = sidecar
         self._events = events
         self._iteration = 0
-        self._rates = Rates()
+        self._rates: dict[int, float] = {}
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
         self._told_overfull = False
@@ -324,11 +324,13 @@ class Reporter:
         self._stragglers = stragglers
 
     def _tell_rates(self, rates: Rates) -> None:
-        if rates.by_gpu and (
-            not self._rates.by_gpu or have_moved(self._rates, rates, by=RATE_NEWS)
-        ):
+        new = dict(rates)
+        if not new:
+            return
+        moved = have_moved(Rates.of(self._rates), rates, by=RATE_NEWS)
+        if moved or not self._rates:
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
-            self._rates = rates
+            self._rates = new
 
 
 def _number(value: float) -> float | None:
