@@ -70,8 +70,11 @@ class SidecarClient:
                 self._changed.notify()
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Pass on an event of the job's log, for those who look at the sidecar's page."""
-        if self._is_mine():
+        """Pass on an event of the job's log, for those who look at the sidecar's page.
+
+        Rates are left out: the sidecar has them from its own decisions.
+        """
+        if self._is_mine() and event.get("event") != "rates":
             with self._changed:  # nobody is woken: it goes with the next iteration
                 self._events.add(event)
 
