@@ -20,6 +20,12 @@ _MOST_GPUS = 2**20
 """A larger number is a mistake, and would take a row of that length."""
 
 
+_LAST = 10**12
+"""Beyond it a picture's coordinates are no numbers any more."""
+_MOST = 1e30
+"""Nothing that is measured is more; sums and differences stay finite."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One iteration. What was not told is None; a loss may be infinite or NaN."""
@@ -57,9 +63,8 @@ class Event:
         return "" if value is None else str(value)
 
     def integer(self, name: str) -> int | None:
-        """The field as a whole number; None: there is none."""
-        value = self.values.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        """The field as a whole number from 0; None: there is none that makes sense."""
+        return whole_number(self.values.get(name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +102,8 @@ class History:
         """
         kind = str(required(dict(body), "event", "event"))
         iteration = as_int(required(dict(body), "iteration", kind), f"{kind}.iteration")
+        if whole_number(iteration) is None:
+            raise BadInputError(f"{kind}: iteration {iteration} is not from 0 to {_LAST}.")
         if kind == "iteration":
             self._add_step(iteration, body)
         elif kind == "rates":
@@ -147,13 +154,14 @@ class History:
         return [event for event in self.events if event.kind in kinds]
 
     def _add_step(self, iteration: int, body: Mapping[str, Any]) -> None:
-        generation = body.get("generation")
+        if self.steps and iteration <= self.steps[-1].iteration:
+            raise BadInputError(f"Iteration {iteration} after {self.steps[-1].iteration}.")
         self.steps.append(
             Step(
                 iteration=iteration,
                 step_time_s=number(body.get("step_time_s")),
                 loss=number(body.get("loss")),
-                generation=generation if isinstance(generation, int) else 0,
+                generation=whole_number(body.get("generation")) or 0,
                 plan_id=str(body.get("plan", "")),
             )
         )
@@ -173,7 +181,18 @@ _OF_ALL = frozenset({"event", "iteration"})
 
 
 def number(value: object) -> float | None:
-    """A JSON number, or one of the words that stand for those that JSON has not."""
+    """A JSON number, or one of the words that stand for those that JSON has not.
+
+    None: it is neither, or beyond all that can be measured.
+    """
     if value in ("inf", "-inf", "nan"):
         return float(str(value))
-    return to_float(value)
+    found = to_float(value)
+    is_measure = found is not None and (not math.isfinite(found) or abs(found) <= _MOST)
+    return found if is_measure else None
+
+
+def whole_number(value: object) -> int | None:
+    """A JSON number from 0 that counts something; None: it is no such number."""
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST
+    return value if is_count and isinstance(value, int) else None

@@ -12,6 +12,10 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 UNKNOWN = "-"
 """In the place of a number."""
 
+_FINEST = 1e-9
+"""Of the largest number: finer steps of an axis could not be told apart."""
+_NOTHING = 1e-290
+
 RATE_LIMITS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 """Where one colour of the rates ends and the next begins; the colours are in style.css."""
 
@@ -45,7 +49,9 @@ def round_scale(lowest: float, highest: float, *, about: int = 5) -> list[float]
         highest: The same or more.
         about: So many steps, or up to twice as many.
     """
-    span = highest - lowest or abs(highest) or HEALTHY
+    largest = max(abs(lowest), abs(highest))
+    span = max(highest - lowest, _FINEST * largest) if highest > lowest else largest
+    span = span if largest > _NOTHING else HEALTHY
     step = _round_up(span / about)
     first, last = math.floor(lowest / step + 1e-9), math.ceil(highest / step - 1e-9)
     return [number * step for number in range(first, max(last, first + 1) + 1)]

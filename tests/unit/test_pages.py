@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.events import json_line
 from malleus_megatron.pages.bands import bands, width_of_spans
 from malleus_megatron.pages.history import Bounds, History
 from malleus_megatron.pages.log_folder import plans_of, read_log
 from malleus_megatron.pages.markup import Markup, tag
+from malleus_megatron.pages.page import Frame, make_page
 from malleus_megatron.pages.rate_table import MOST_ALONE, MOST_ROWS, MOST_SPANS, rate_table
 from malleus_megatron.pages.scales import (
     factor_scale,
@@ -25,7 +28,7 @@ from malleus_megatron.pages.scales import (
     short,
     tick_texts,
 )
-from malleus_megatron.pages.story import Story, tell
+from malleus_megatron.pages.story import Story, story_to_json, tell
 from malleus_megatron.plan.rates import Rates
 from tests.harness.logs import (
     CHANGES,
@@ -326,7 +329,8 @@ def test_lines_that_are_no_events_are_told_and_left_out(tmp_path: Path) -> None:
     odd = json.dumps({"event": "comet", "iteration": 1, "tail": [1, 2]})
     lines = [good, "", "[1]", "{", '{"event": "iteration"}', odd,
              '{"event": "rates", "iteration": 1, "rates": {"x": 1}}',
-             '{"event": "rates", "iteration": 1, "rates": {"999999999": 1}}']  # fmt: skip
+             '{"event": "rates", "iteration": 1, "rates": {"999999999": 1}}',
+             '{"event": "iteration", "iteration": -1}']  # fmt: skip
     log = read_log(write(tmp_path, "\n".join([*lines, '{"event": "it'])))
     assert log.notes == (
         "line 3: the line: expected an object, got [1].",
@@ -334,7 +338,7 @@ def test_lines_that_are_no_events_are_told_and_left_out(tmp_path: Path) -> None:
         "line 5: iteration: the field 'iteration' is missing.",
         "line 7: rates: 'x' is not a GPU number.",
         "line 8: rates: GPU 999999999; at most 1048576 are shown.",
-        "1 more lines could not be read",
+        "2 more lines could not be read",
     )
     [run] = log.runs
     assert run.num_iterations == 1
@@ -367,6 +371,34 @@ def test_a_file_without_events_is_refused(tmp_path: Path, text: str) -> None:
         read_log(write(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "straggler", "iteration": 2, "gpu": -2, "rate": 2.0},
+        {"event": "iteration", "iteration": 3, "loss": 5e-324, "step_time_s": 1e308},
+        {"event": "iteration", "iteration": 10**12, "generation": -1, "loss": -1e30},
+        {"event": "injection", "iteration": 0, "gpu": 0, "rate": 1e308, "from_iteration": 10**40},
+        {"event": "memory", "iteration": 1, "measured_mib": [None, "nan", -5], "usable_mib": 0},
+    ],
+)
+def test_numbers_that_nobody_measures_break_no_page(event: dict[str, Any]) -> None:
+    run = history(*steps(2, step_time_s=1.0, loss=1.0))
+    run.add_rates(1, Rates.of({0: math.inf}))
+    run.add(event)
+    page = make_page(tell(run, {0: NOMINAL}), Frame(title="t", source="s"))
+    drawn = [a["d"] or "" for name, a in Reader(page).found if name == "path"]
+    assert drawn
+    assert not [path for path in drawn if re.search("nan|inf", path)]
+
+
+def test_a_history_does_not_go_back() -> None:
+    run = history(*steps(2))
+    for iteration in (2, 1, -1, 10**13):
+        with pytest.raises(BadInputError):
+            run.add({"event": "iteration", "iteration": iteration})
+    assert run.num_iterations == 2
+
+
 @given(
     body=st.dictionaries(
         st.sampled_from(
@@ -383,10 +415,6 @@ def test_a_file_without_events_is_refused(tmp_path: Path, text: str) -> None:
     ),
 )  # fmt: skip
 def test_whatever_an_event_holds_there_is_a_page(body: dict[str, Any], kind: str) -> None:
-    from malleus_megatron.events import json_line
-    from malleus_megatron.pages.page import Frame, make_page
-    from malleus_megatron.pages.story import story_to_json
-
     run = history(*steps(2, step_time_s=1.0, loss=1.0))
     try:
         run.add({"iteration": 3} | body | {"event": kind})
