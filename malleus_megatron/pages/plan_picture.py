@@ -13,6 +13,8 @@ _MANY = 8
 """Of more pipelines, alike ones are drawn once."""
 _MOST_DRAWN = 24
 _MOST_STANDBY = 64
+_MOST_LETTERS = 16
+"""Of pipelines' numbers in a line that must fit on a phone."""
 _LABEL, _BOX, _CELL, _BAR, _GAP = 18, 46, 9, 5, 16
 _HEALTHY = frozenset({"r0", "unknown"})
 _LETTER = 7.2
@@ -92,7 +94,9 @@ def _drawn(row: _Row, rates: Rates, top: int, most: int) -> Iterator[Markup]:
     count = pipeline.num_microbatches
     share = f"{count} micro-batch{'es' if count != 1 else ''}"
     if alike > 1:
-        label = f"{alike} pipelines alike ({gpu_ranges(row.numbers)}), {share} each"
+        which = f" ({gpu_ranges(row.numbers)})"
+        which = which if len(which) <= _MOST_LETTERS else ""
+        label = f"{alike} pipelines alike{which}, {share} each"
     else:
         label = f"pipeline {row.numbers[0]}, {share}"
     yield tag("text", label, x=0, y=top + 12, class_="start name")
