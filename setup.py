@@ -52,7 +52,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     packages=find_packages(include=["malleus_megatron", "malleus_megatron.*"]),
-    package_data={"malleus_megatron": ["py.typed"]},
+    package_data={"malleus_megatron": ["py.typed", "pages/*.css", "pages/*.js"]},
     install_requires=RUNTIME,
     extras_require={"dev": DEV, "gpu": GPU},
     entry_points={"console_scripts": ["malleus = malleus_megatron.cli.main:main"]},

@@ -101,6 +101,16 @@ class MalleusConfig:
     sidecar: str = _setting(
         "the planner's process: auto starts one beside rank 0", "auto", metavar="{auto,none,URL}"
     )
+    listen: str | None = _setting(
+        "where that process listens, also for a browser (default 127.0.0.1, a free port); an "
+        "address that other machines can reach needs a token",
+        metavar="HOST:PORT",
+    )
+    token_file: Path | None = _setting(
+        "the sidecar answers those only who show the token in this file",
+        convert=Path,
+        metavar="FILE",
+    )
     check_replicas: int = _setting(
         "every N iterations GPUs that must hold the same parameters compare them; 0: never",
         100,

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,6 +24,8 @@ class EventLog:
             BadInputError: the folder cannot be made or written to.
         """
         self.failure: str | None = None
+        self.follower: Callable[[dict[str, Any]], None] | None = None
+        """Hears every event as it is written, without a folder too."""
         self._folder = folder
         self._file: TextIO | None = None
         if folder is not None:
@@ -35,9 +37,11 @@ class EventLog:
 
     def write(self, event: str, iteration: int, **values: Any) -> None:
         """Write one event. Numbers that JSON has no word for (NaN, inf) become text."""
+        line = _plain({"event": event, "iteration": iteration} | values)
+        if self.follower is not None:
+            self.follower(line)
         if self._file is None:
             return
-        line = {"event": event, "iteration": iteration} | values
         text = json_line(line)
         with self._until_it_fails():
             self._file.write(text)

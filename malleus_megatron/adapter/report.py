@@ -16,15 +16,13 @@ from malleus_megatron.events import EventLog
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.migration.replicas import Difference
 from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, rates_to_json
+from malleus_megatron.plan.injection import Injection
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
-from malleus_megatron.plan.rates import HEALTHY, Rates
+from malleus_megatron.plan.rates import RATE_NEWS, Rates, have_moved
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
 from malleus_megatron.whatif.links import LinkNews
-
-_NEWS = 0.05
-"""A rate is written again when it has moved by this much of itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +57,8 @@ class Reporter:
             freedom: What a planner may do at level reshape.
         """
         self._freedom = freedom
+        if sidecar is not None:
+            events.follower = sidecar.tell
         self._say = say
         self._sidecar = sidecar
         self._events = events
@@ -77,9 +77,25 @@ class Reporter:
 
     def level(self, current: CurrentPlan, reason: str, iteration: int) -> None:
         """Say at which level the job runs and why not higher; the sidecar plans for it."""
-        self._events.write("level", iteration, level=current.level.name, reason=reason)
+        plan = current.plan
+        self._events.write(
+            "level",
+            iteration,
+            level=current.level.name,
+            reason=reason,
+            generation=current.generation,
+            plan=current.plan_id,
+            layout=in_short(plan),
+            gpus=len(list(plan.all_gpus())),
+        )
+        self._keep_plan(current)
         self._say(f"level {current.level.name}: {reason}")
         self.describe(current)
+
+    def injected(self, injection: Injection) -> None:
+        """Write down which rates are injected, and when."""
+        for entry in injection.entries:
+            self._events.write("injection", 0, **asdict(entry))
 
     def describe(self, current: CurrentPlan, memory: ModelMemory | None = None) -> None:
         """Tell the sidecar how the job lies now, and what its plans take if that is news."""
@@ -160,6 +176,8 @@ class Reporter:
         self._tell_log_failure()
         if self._sidecar is None:
             return None
+        for news in self._sidecar.take_news():
+            self._say(news)
         self._take_warnings()
         decision = self._sidecar.take_reply()
         if decision is None:
@@ -216,9 +234,7 @@ class Reporter:
             seconds=plan.planning.seconds if plan.planning else 0.0,
             predicted=document.get("predicted", {}),
         )
-        self._events.keep(
-            f"plans/generation-{current.generation}.json", canonical_json(document) + "\n"
-        )
+        self._keep_plan(current)
         predicted = plan.predicted.step_time_s if plan.predicted else None
         expected = "" if predicted is None else f", predicted step {predicted:.3f} s"
         self._say(f"iteration {iteration}: plan {current.generation}, {in_short(plan)}{expected}")
@@ -298,6 +314,10 @@ class Reporter:
             self._events.write("pace", self._iteration, **self._pace.summary())
         self._events.close()
 
+    def _keep_plan(self, current: CurrentPlan) -> None:
+        document = canonical_json(plan_to_json(current.plan))
+        self._events.keep(f"plans/generation-{current.generation}.json", document + "\n")
+
     def _write_iteration(self, rows: Sequence[BoundaryRow], current: CurrentPlan) -> None:
         with_loss = next((row for row in rows if row.has_loss), None)
         self._events.write(
@@ -345,10 +365,7 @@ class Reporter:
         new = dict(rates)
         if not new:
             return
-        gpus = new.keys() | self._rates.keys()
-        moved = any(
-            abs(new.get(gpu, HEALTHY) / self._rates.get(gpu, HEALTHY) - 1) > _NEWS for gpu in gpus
-        )
+        moved = have_moved(Rates.of(self._rates), rates, by=RATE_NEWS)
         if moved or not self._rates:
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
             self._rates = new

@@ -42,7 +42,7 @@ from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.probe import Probe
 from malleus_megatron.runtime.telemetry import Telemetry
-from malleus_megatron.sidecar.client import check_setting, start_sidecar
+from malleus_megatron.sidecar.client import make_sidecar, start_sidecar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,8 @@ def begin_setup(config: MalleusConfig, containers: Any, collection: Any) -> JobS
     error = None
     try:
         check_required(decision, config.require)
-        check_setting(config.sidecar)
+        if agreement.rank == 0:
+            make_sidecar(config)
         inputs = read_inputs(config, agreement.world_size)
         events = EventLog(config.log_dir) if agreement.rank == 0 else None
     except MalleusError as met:
@@ -313,8 +314,10 @@ def _reporter(
     reporter = Reporter(
         events=events,
         say=lambda line: print_rank_0(f"malleus: {line}"),
-        sidecar=start_sidecar(setup.config.sidecar, job),
+        sidecar=start_sidecar(setup.config, job),
         freedom=freedom,
     )
     reporter.level(current, setup.decision.reason, 0)
+    if setup.inputs.injection is not None:
+        reporter.injected(setup.inputs.injection)
     return reporter

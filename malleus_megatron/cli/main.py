@@ -13,6 +13,7 @@ COMMANDS = {
     "explain": "what bounds the step under a plan, and what each straggler costs",
     "simulate": "play a trace of stragglers: step times under stock, malleus and other policies",
     "whatif": "how much faster a traced job could be, and which GPU or stage holds it up",
+    "report": "what a job's log folder tells, as one page: plan, rates, step times, events",
     "doctor": "versions, devices, the seams in Megatron, and what would be refused",
     "demo": "train a small GPT on CPU, slow a GPU down, watch the micro-batches move",
 }

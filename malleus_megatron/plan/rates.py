@@ -9,6 +9,9 @@ from malleus_megatron.plan.fields import to_float
 
 HEALTHY = 1.0
 
+RATE_NEWS = 0.05
+"""Rates are told again when one has moved by this much of itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -37,6 +40,16 @@ class Rates:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Pairs (GPU, rate)."""
         return iter(self.by_gpu)
+
+
+def have_moved(before: Rates, now: Rates, by: float) -> bool:
+    """True if a GPU's rate is another by this much of itself."""
+    old, new = dict(before), dict(now)
+    return any(
+        not abs(new.get(gpu, HEALTHY) / old.get(gpu, HEALTHY) - 1) <= by
+        for gpu in old.keys() | new.keys()
+        if new.get(gpu, HEALTHY) != old.get(gpu, HEALTHY)
+    )
 
 
 def check_rate(gpu: int, rate: object) -> float:

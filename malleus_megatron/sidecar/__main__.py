@@ -11,15 +11,17 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 
-from malleus_megatron.errors import EXIT_BAD_INPUT
+from malleus_megatron.errors import EXIT_BAD_INPUT, BadInputError
+from malleus_megatron.sidecar.access import LOOPBACK, Listen, read_token
 from malleus_megatron.sidecar.app import create_app
 from malleus_megatron.sidecar.protocol import encode
 from malleus_megatron.sidecar.service import Service
 
-LOOPBACK = ("127.0.0.1", "localhost")
+_OWN_NAMES = ("127.0.0.1", "localhost")
 _PARENT_POLL_S = 0.5
 _log = logging.getLogger(__name__)
 
@@ -28,15 +30,21 @@ def main() -> int:
     """Serve until told to stop, by request, by signal, or by the parent's death."""
     arguments = _parser().parse_args()
     logging.basicConfig(level=logging.WARNING, format="malleus sidecar: %(levelname)s %(message)s")
+    listen = Listen(host=arguments.host, port=arguments.port)
     try:
-        listener = _listen(arguments.host, arguments.port)
+        token = None if arguments.token_file is None else read_token(arguments.token_file)
+        listen.check(token, "--token-file FILE")
+        listener = _listen(listen)
+    except BadInputError as error:
+        _log.error("%s", error)
+        return EXIT_BAD_INPUT
     except OSError as error:
         _log.error("cannot listen on %s:%d: %s", arguments.host, arguments.port, error)
         return EXIT_BAD_INPUT
     if arguments.parent is not None:
         watch = partial(_end_with_parent, arguments.parent)
         threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-    server = _server(arguments.host)
+    server = _server(listen, token)
     _say_where(listener)
     server.run(sockets=[listener])
     return 0
@@ -48,9 +56,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--host",
-        default=LOOPBACK[0],
-        help="address to listen on; nobody is asked who he is, so another one than the default "
-        "lets everyone who reaches it steer the job",
+        default=LOOPBACK,
+        help="address to listen on; one that other machines can reach needs --token-file",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="whoever asks anything must show the token in this file: as Authorization: Bearer, "
+        "or as the password that a browser asks for",
     )
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument(
@@ -59,15 +73,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(listen: Listen) -> socket.socket:
     """A socket that takes connections from now on, so the port can be told before serving."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)
+    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+    return socket.create_server((listen.host, listen.port), family=family)
 
 
-def _server(host: str) -> uvicorn.Server:
-    allowed_hosts = list(LOOPBACK) if host in LOOPBACK else ["*"]
-    app = create_app(Service(), lambda: setattr(server, "should_exit", True), allowed_hosts)
+def _server(listen: Listen, token: str | None) -> uvicorn.Server:
+    """With a token a foreign page may use any name for us: a browser gives it no token."""
+    hosts = [*_OWN_NAMES, listen.host, f"[{listen.host}]"] if listen.is_loopback else ["*"]
+    app = create_app(Service(), lambda: setattr(server, "should_exit", True), hosts, token)
     server = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -13,6 +13,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from malleus_megatron.errors import BadInputError
+from malleus_megatron.pages.page import content_policy
+from malleus_megatron.sidecar.exposition import CONTENT_TYPE
+from malleus_megatron.sidecar.gate import TokenGate
 from malleus_megatron.sidecar.protocol import MAX_MESSAGE_BYTES, decode, encode
 from malleus_megatron.sidecar.service import NoJobError, Service
 
@@ -20,7 +23,10 @@ type _Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    service: Service, shut_down: Callable[[], None], allowed_hosts: list[str]
+    service: Service,
+    shut_down: Callable[[], None],
+    allowed_hosts: list[str],
+    token: str | None = None,
 ) -> Starlette:
     """Make the ASGI application.
 
@@ -32,6 +38,7 @@ def create_app(
         shut_down: Called for POST /v1/shutdown.
         allowed_hosts: Values of the Host header that are let in; a web page that points its own
             name at this address is not.
+        token: What everybody must show who asks anything; None: nobody is asked for one.
     """
 
     def stop(_body: dict[str, Any]) -> dict[str, Any]:
@@ -40,6 +47,8 @@ def create_app(
 
     return Starlette(
         routes=[
+            Route("/", _page(service.page), methods=["GET"]),
+            Route("/metrics", _metrics(service.metrics), methods=["GET"]),
             Route("/v1/health", _reading(service.health), methods=["GET"]),
             Route("/v1/status", _reading(service.status), methods=["GET"]),
             Route("/v1/settings", _reading(service.settings), methods=["GET"]),
@@ -49,7 +58,10 @@ def create_app(
             Route("/v1/rejected", _writing(service.rejected), methods=["POST"]),
             Route("/v1/shutdown", _writing(stop), methods=["POST"]),
         ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts),
+            *([] if token is None else [Middleware(TokenGate, token=token)]),
+        ],
         exception_handlers={
             BadInputError: _says(HTTPStatus.BAD_REQUEST),
             NoJobError: _says(HTTPStatus.CONFLICT),
@@ -69,6 +81,27 @@ def _reading(answer: Callable[[], dict[str, Any]]) -> _Endpoint:
 def _writing(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> _Endpoint:
     async def endpoint(request: Request) -> Response:
         return _json(answer(decode(await _limited_body(request), "The request")))
+
+    return endpoint
+
+
+def _page(draw: Callable[[], str]) -> _Endpoint:
+    headers = {
+        "Content-Security-Policy": f"{content_policy(is_live=True)}; frame-ancestors 'none'",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
+
+    async def endpoint(_request: Request) -> Response:
+        return Response(draw(), headers=headers, media_type="text/html")
+
+    return endpoint
+
+
+def _metrics(text: Callable[[], str]) -> _Endpoint:
+    async def endpoint(_request: Request) -> Response:
+        return Response(text(), headers={"Content-Type": CONTENT_TYPE})
 
     return endpoint
 

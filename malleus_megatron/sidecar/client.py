@@ -5,17 +5,26 @@ import os
 import threading
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
+from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision, JobDescription, Observation
-from malleus_megatron.errors import SidecarError
-from malleus_megatron.sidecar.conversation import Conversation, Turn
+from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.sidecar.access import Listen, listen_from_text, read_token
+from malleus_megatron.sidecar.conversation import MOST_EVENT_BYTES, Conversation, Turn
+from malleus_megatron.sidecar.outbox import Outbox
 from malleus_megatron.sidecar.process import GivenSidecar, OwnSidecar, Sidecar
 
 _log = logging.getLogger(__name__)
 _MAX_REJECTIONS = 16
 
-type _Mail = tuple[JobDescription | None, Observation | None, tuple[tuple[str, str], ...]]
+type _Mail = tuple[
+    JobDescription | None,
+    Observation | None,
+    tuple[tuple[str, str], ...],
+    list[dict[str, Any]],
+]
 
 
 class SidecarClient:
@@ -37,6 +46,8 @@ class SidecarClient:
         self._rejected: deque[tuple[str, str]] = deque(maxlen=_MAX_REJECTIONS)
         self._decision: Decision | None = None
         self._warnings: list[str] = []
+        self._news: list[str] = []
+        self._events = Outbox(MOST_EVENT_BYTES)
 
     def start(self, job: JobDescription, policy: Policy | None = None) -> None:
         """Launch the sidecar and tell it about the job, in the background."""
@@ -57,6 +68,15 @@ class SidecarClient:
             with self._changed:
                 self._observation = observation
                 self._changed.notify()
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Pass on an event of the job's log, for those who look at the sidecar's page.
+
+        Rates are left out: the sidecar has them from its own decisions.
+        """
+        if self._is_mine() and event.get("event") != "rates":
+            with self._changed:  # nobody is woken: it goes with the next iteration
+                self._events.add(event)
 
     def describe(self, job: JobDescription) -> None:
         """Say that the job has another layout or level now; what was seen before is void."""
@@ -80,6 +100,14 @@ class SidecarClient:
         with self._changed:
             decision, self._decision = self._decision, None
         return decision
+
+    def take_news(self) -> tuple[str, ...]:
+        """What is good to know since the last call."""
+        if not self._is_mine():
+            return ()
+        with self._changed:
+            news, self._news = tuple(self._news), []
+        return news
 
     def take_warnings(self) -> tuple[str, ...]:
         """What went wrong since the last call, and what happens now."""
@@ -115,10 +143,10 @@ class SidecarClient:
     def _talk(self, conversation: Conversation) -> None:
         self._deliver(conversation.exchange())
         while not conversation.over and self._mail_is_there(conversation.pause_s):
-            job, observation, rejected = self._take_mail()
+            job, observation, rejected, events = self._take_mail()
             if job is not None:
                 conversation.describe(job)
-            self._deliver(conversation.exchange(observation, rejected))
+            self._deliver(conversation.exchange(observation, rejected, events))
 
     def _mail_is_there(self, pause_s: float) -> bool:
         """Wait out the pause, then for mail; False when closing."""
@@ -131,7 +159,7 @@ class SidecarClient:
 
     def _take_mail(self) -> _Mail:
         with self._changed:
-            mail = self._job, self._observation, tuple(self._rejected)
+            mail = self._job, self._observation, tuple(self._rejected), self._events.take()
             self._job = self._observation = None
             self._rejected.clear()
         return mail
@@ -141,29 +169,45 @@ class SidecarClient:
             if self._closing:  # what fails now was ended by us
                 return
             self._warnings.extend(turn.warnings)
+            self._news.extend(turn.news)
             if turn.decision is not None and self._job is None:  # else it is about the former job
                 waiting = None if self._decision is None else self._decision.offer
                 self._decision = replace(turn.decision, offer=turn.decision.offer or waiting)
 
 
-def check_setting(setting: str) -> None:
-    """Refuse a setting that is neither auto, none nor a URL; nothing is started.
+def make_sidecar(config: MalleusConfig) -> Sidecar | None:
+    """The sidecar that the settings ask for, not yet started; None: none.
 
     Raises:
-        BadInputError: with the setting and what it may be.
+        BadInputError: a setting of the sidecar's that has no sense, or would be ignored.
     """
-    if setting not in {"auto", "none"}:
-        GivenSidecar(setting)
-
-
-def start_sidecar(setting: str, job: JobDescription) -> SidecarClient | None:
-    """Start what `--malleus-sidecar` asks for: auto, none or a URL.
-
-    Raises:
-        BadInputError: it is neither of them.
-    """
-    if setting == "none":
+    token_file = config.token_file
+    if config.sidecar != "auto" and config.listen is not None:
+        raise BadInputError(
+            f"--malleus-listen {config.listen} is for the sidecar that the job starts; with "
+            f"--malleus-sidecar {config.sidecar} there is none."
+        )
+    if config.sidecar == "none" and token_file is not None:
+        raise BadInputError(f"--malleus-token-file {token_file}, but --malleus-sidecar none.")
+    if config.sidecar == "none":
         return None
-    client = SidecarClient(OwnSidecar() if setting == "auto" else GivenSidecar(setting))
+    if config.sidecar != "auto":
+        return GivenSidecar(config.sidecar, None if token_file is None else read_token(token_file))
+    listen = Listen() if config.listen is None else listen_from_text(config.listen)
+    sidecar = OwnSidecar(listen=listen, token_file=token_file)
+    listen.check(None if token_file is None else str(token_file), "--malleus-token-file FILE")
+    return sidecar
+
+
+def start_sidecar(config: MalleusConfig, job: JobDescription) -> SidecarClient | None:
+    """Start what the settings ask for.
+
+    Raises:
+        BadInputError: as `make_sidecar`.
+    """
+    sidecar = make_sidecar(config)
+    if sidecar is None:
+        return None
+    client = SidecarClient(sidecar)
     client.start(job)
     return client

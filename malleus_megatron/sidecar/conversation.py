@@ -3,14 +3,19 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision, JobDescription, Observation
 from malleus_megatron.errors import BadInputError, SidecarError
 from malleus_megatron.plan.plan import check_world
 from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.outbox import Outbox
 from malleus_megatron.sidecar.process import Sidecar
 from malleus_megatron.sidecar.transport import PLANNING_PATH, Transport
+
+MOST_EVENT_BYTES = 2**20
+"""Of events that wait; with the samples of 10,000 GPUs they fit into one message."""
 
 _MAX_RESTARTS = 3
 _FIRST_PAUSE_S = 0.5
@@ -28,6 +33,8 @@ class Turn:
 
     decision: Decision | None = None
     warnings: tuple[str, ...] = ()
+    news: tuple[str, ...] = ()
+    """What is good to know and no trouble."""
 
 
 class Conversation:
@@ -46,6 +53,8 @@ class Conversation:
         self._failures = 0
         self._restarts = 0
         self._said: set[str] = set()
+        self._unsent = Outbox(MOST_EVENT_BYTES)
+        self._page: str | None = None
         self.describe(job)
 
     def describe(self, job: JobDescription) -> None:
@@ -63,14 +72,20 @@ class Conversation:
         return float(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**doublings))
 
     def exchange(
-        self, observation: Observation | None = None, rejected: Iterable[tuple[str, str]] = ()
+        self,
+        observation: Observation | None = None,
+        rejected: Iterable[tuple[str, str]] = (),
+        events: Iterable[dict[str, Any]] = (),
     ) -> Turn:
         """Tell what is new and hear what the controller decides.
 
         Args:
             observation: The newest iteration, if there is a new one.
             rejected: Plan id and reason of offers that the job refused.
+            events: What the job has written into its log; sent with the next iteration.
         """
+        for event in events:
+            self._unsent.add(event)
         try:
             self._introduce()
             for plan_id, why in rejected:
@@ -84,7 +99,7 @@ class Conversation:
             warnings = self._once(_unmeasured(decision)) + self._once(
                 decision.warning or None, as_what=_DIGITS.sub("", decision.warning)
             )
-        return Turn(decision=decision, warnings=warnings)
+        return Turn(decision=decision, warnings=warnings, news=self._where())
 
     def _introduce(self) -> None:
         """Connect and describe the job; after a failure again, since it may be another process."""
@@ -95,11 +110,23 @@ class Conversation:
             self._job_is_known = True
 
     def _decision(self, observation: Observation) -> Decision:
-        answer = self._ask(PLANNING_PATH, protocol.observation_to_json(observation))
+        events = self._unsent.take()
+        document = protocol.observation_to_json(observation) | {"events": events}
+        try:
+            answer = self._ask(PLANNING_PATH, document)
+        except SidecarError:  # it may not have heard them
+            for event in events:
+                self._unsent.add(event)
+            raise
         decision = protocol.decision_from_json(answer)
         if decision.offer is not None:
             check_world(decision.offer, self._num_gpus)
         return decision
+
+    def _where(self) -> tuple[str, ...]:
+        """Where the status page is, whenever that is new."""
+        page, self._page = self._page, self._sidecar.page
+        return () if self._page is None or self._page == page else (f"status page: {self._page}",)
 
     def _ask(self, path: str, document: dict[str, object]) -> dict[str, object]:
         assert self._transport is not None

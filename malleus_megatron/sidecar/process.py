@@ -4,6 +4,7 @@ import logging
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from typing import IO, Protocol
 import malleus_megatron
 from malleus_megatron.errors import BadInputError, SidecarError
 from malleus_megatron.plan.fields import as_int, required
+from malleus_megatron.sidecar.access import LOOPBACK, Listen, read_token
 from malleus_megatron.sidecar.protocol import decode
 from malleus_megatron.sidecar.transport import PLANNING_TIMEOUT_S, HttpTransport, Transport
 
@@ -32,6 +34,10 @@ class Sidecar(Protocol):
     def connect(self) -> Transport:
         """Wait until it can be asked. Raises SidecarError."""
 
+    @property
+    def page(self) -> str | None:
+        """Where its status page is, once connected."""
+
     def end(self) -> str | None:
         """How it ended, if it never can answer again."""
 
@@ -42,9 +48,14 @@ class Sidecar(Protocol):
 class GivenSidecar:
     """A sidecar at a URL; who started it stops it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         """Refuse a URL that is not http://HOST:PORT."""
-        self._transport = HttpTransport(url)
+        self._transport = HttpTransport(url, token=token)
+
+    @property
+    def page(self) -> str:
+        """At the same URL."""
+        return f"{self._transport.url}/"
 
     def launch(self) -> None:
         """It runs already."""
@@ -65,9 +76,28 @@ class OwnSidecar:
     """A process on this machine that ends with us, even if we are killed."""
 
     def __init__(
-        self, *, ready_timeout_s: float = 60.0, reply_timeout_s: float = PLANNING_TIMEOUT_S
+        self,
+        *,
+        listen: Listen | None = None,
+        token_file: Path | None = None,
+        ready_timeout_s: float = 60.0,
+        reply_timeout_s: float = PLANNING_TIMEOUT_S,
     ) -> None:
-        """Nothing starts before `launch`."""
+        """Nothing starts before `launch`.
+
+        Args:
+            listen: Where; None: where only this machine reaches it.
+            token_file: What others must show; read by both ends.
+            ready_timeout_s: From the start to the line that says the port.
+            reply_timeout_s: Of an exchange.
+
+        Raises:
+            BadInputError: there is no token in the file.
+        """
+        self._listen = listen or Listen()
+        self._token_file = token_file
+        self._token = None if token_file is None else read_token(token_file)
+        self.page: str | None = None
         self._ready_timeout_s = ready_timeout_s
         self._reply_timeout_s = reply_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,9 +113,11 @@ class OwnSidecar:
         module = "malleus_megatron.sidecar"
         if self._stopped:
             raise SidecarError("The sidecar was stopped.")
+        words = ["--host", self._listen.host, "--port", str(self._listen.port)]
+        words += [] if self._token_file is None else ["--token-file", str(self._token_file)]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, "--parent", str(os.getpid())],
+                [sys.executable, "-m", module, "--parent", str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -107,7 +139,12 @@ class OwnSidecar:
         except BadInputError as error:
             self._kill()
             raise SidecarError(f"The sidecar's process said no port: {error}") from error
-        return HttpTransport(f"http://127.0.0.1:{port}", timeout_s=self._reply_timeout_s)
+        host, is_everywhere = self._listen.host, self._listen.is_everywhere
+        own = ("::1" if ":" in host else LOOPBACK) if is_everywhere else host
+        self.page = f"http://{_in_url(socket.gethostname() if is_everywhere else host)}:{port}/"
+        return HttpTransport(
+            f"http://{_in_url(own)}:{port}", timeout_s=self._reply_timeout_s, token=self._token
+        )
 
     def end(self) -> str | None:
         """Its exit status or signal, if it has ended or is about to."""
@@ -133,6 +170,10 @@ class OwnSidecar:
             self._process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             _log.warning("Sidecar process %d does not end.", self._process.pid)
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _environment() -> dict[str, str]:

@@ -179,6 +179,15 @@ def observation_to_json(observation: Observation) -> dict[str, Any]:
     }
 
 
+def events_from_json(body: dict[str, Any]) -> list[Any] | None:
+    """What the job has written into its log meanwhile; None from a job that does not tell.
+
+    Each is for the reader to check: what a page cannot show must not end a decision.
+    """
+    events = body.get("events")
+    return None if events is None else as_list(events, "samples.events")
+
+
 def observation_from_json(body: dict[str, Any]) -> Observation:
     """Read what `observation_to_json` wrote."""
     counts = as_list(required(body, "microbatch_counts", "samples"), "microbatch_counts")

@@ -8,6 +8,9 @@ from malleus_megatron.control.values import JobDescription
 from malleus_megatron.errors import SidecarError
 from malleus_megatron.plan.fields import required
 from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.metrics import metrics_text
+from malleus_megatron.sidecar.monitor import Monitor
+from malleus_megatron.sidecar.status_page import CachedPage
 
 
 class NoJobError(SidecarError):
@@ -23,6 +26,8 @@ class Service:
     def __init__(self) -> None:
         self._controller: Controller | None = None
         self._described: tuple[JobDescription, Policy] | None = None
+        self._monitor = Monitor()
+        self._page = CachedPage()
 
     def health(self) -> dict[str, Any]:
         """Alive."""
@@ -39,6 +44,7 @@ class Service:
         controller, before = self._controller, self._described
         if controller is None or before is None or before[0].nominal != job.nominal:
             self._controller = Controller(job, policy)
+            self._monitor = Monitor()
         elif described != before:
             controller.relaid(job)
             if policy != before[1]:
@@ -49,12 +55,19 @@ class Service:
     def samples(self, body: dict[str, Any]) -> dict[str, Any]:
         """One iteration's samples: the answer is what the controller decides."""
         observation = protocol.observation_from_json(body)
-        return protocol.decision_to_json(self._known().observe(observation))
+        events = protocol.events_from_json(body)
+        decision = self._known().observe(observation)
+        self._monitor.hear(events or [])
+        self._monitor.decided(
+            observation, decision, self._known().job.layout, has_events=events is not None
+        )
+        return protocol.decision_to_json(decision)
 
     def rejected(self, body: dict[str, Any]) -> dict[str, Any]:
         """The job refused an offer."""
         plan_id = str(required(body, "plan_id", "rejected"))
         self._known().reject(plan_id, str(body.get("why", "no reason given")))
+        self._monitor.refused()
         return {}
 
     def settings(self) -> dict[str, Any]:
@@ -82,6 +95,14 @@ class Service:
             "pending_offer": controller.offers.pending,
             "last_offer": controller.offers.last_outcome,
         }
+
+    def page(self) -> str:
+        """The status page."""
+        return self._page.of(self._monitor, is_known=self._controller is not None)
+
+    def metrics(self) -> str:
+        """The same for Prometheus."""
+        return metrics_text(self._controller, self._monitor)
 
     def _known(self) -> Controller:
         if self._controller is None:

@@ -37,13 +37,15 @@ class HttpTransport:
         *,
         timeout_s: float = PLANNING_TIMEOUT_S,
         max_reply_bytes: int = MAX_MESSAGE_BYTES,
+        token: str | None = None,
     ) -> None:
         """Check the URL; nothing is sent yet.
 
         Args:
-            url: Of the sidecar.
+            url: http://HOST:PORT of the sidecar.
             timeout_s: Of an answer that may take planning; others have less.
-            max_reply_bytes: Of an answer.
+            max_reply_bytes: A longer answer is an error.
+            token: Shown with every request, if there is one.
 
         Raises:
             BadInputError: the URL is not http://HOST:PORT.
@@ -52,6 +54,9 @@ class HttpTransport:
         self._host, self._port = _split(url)
         self._timeout_s = timeout_s
         self._max_reply_bytes = max_reply_bytes
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
 
     def __call__(self, path: str, body: bytes) -> bytes:
         """Exchange one document.
@@ -66,7 +71,7 @@ class HttpTransport:
         connection = HTTPConnection(self._host, self._port, timeout=timeout_s)
         try:
             with _cut_off_at(deadline, connection):
-                connection.request("POST", path, body, {"Content-Type": "application/json"})
+                connection.request("POST", path, body, self._headers)
                 response = connection.getresponse()
             answer = self._read(response, timeout_s, deadline)
         except TimeoutError as error:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Sequence
-from html import escape
 from textwrap import wrap
 
 import numpy as np
 
+from malleus_megatron.pages.markup import Markup, document, tag
 from malleus_megatron.whatif.analysis import Analysis
 from malleus_megatron.whatif.rows import Floats
 
@@ -45,31 +45,22 @@ def to_svg(analysis: Analysis) -> str:
         names,
         [str(step) for step in trace.steps],
     )
-    body = "\n".join(
-        [
-            *_sentence(analysis.diagnosis),
-            *first,
-            *second,
-        ]
-    )
-    tall = TOP + height + 60 + total + 24
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" '
-        f'viewBox="0 0 {WIDTH} {tall}" font-family="sans-serif" font-size="11">\n'
-        f'<rect width="{WIDTH}" height="{tall}" fill="white"/>\n{body}\n</svg>\n'
-    )
+    height = TOP + height + 60 + total + 24
+    ground = tag("rect", width=WIDTH, height=height, fill="white")
+    parts = [ground, *_sentence(analysis.diagnosis), *first, *second]
+    return document(WIDTH, height, parts, font_family="sans-serif", font_size=11)
 
 
-def _sentence(text: str) -> list[str]:
+def _sentence(text: str) -> list[Markup]:
     return [
-        f'<text x="12" y="{24 + 16 * line}" font-weight="bold">{escape(words)}</text>'
+        tag("text", words, x=12, y=24 + 16 * line, font_weight="bold")
         for line, words in enumerate(wrap(text, MOST_LETTERS)[:3])
     ]
 
 
 def _map(
     top: int, title: str, values: Floats, rows: Sequence[str], columns: Sequence[str]
-) -> tuple[list[str], int]:
+) -> tuple[list[Markup], int]:
     """SVG elements of one map and its height.
 
     Args:
@@ -84,32 +75,28 @@ def _map(
     if len(shown) < len(rows):
         title += f"; the {len(shown)} highest of {len(rows)}"
     width = (WIDTH - LEFT - 20) / len(columns)
-    parts = [f'<text x="{LEFT}" y="{top - 8}">{escape(title)}</text>']
+    parts = [tag("text", title, x=LEFT, y=top - 8)]
     for place, row in enumerate(shown):
         y = top + place * CELL_HEIGHT
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 15}" text-anchor="end">{rows[row]}</text>')
+        parts.append(tag("text", rows[row], x=LEFT - 8, y=y + 15, text_anchor="end"))
         for column, value in enumerate(values[row]):
             x = LEFT + column * width
-            parts.append(
-                f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{CELL_HEIGHT}" '
-                f'fill="{_colour(value)}" stroke="white">'
-                f"<title>{rows[row]}, {columns[column]}: {value:.3f}</title></rect>"
-            )
+            what = tag("title", f"{rows[row]}, {columns[column]}: {value:.3f}")
+            cell = {"x": x, "y": y, "width": width, "height": CELL_HEIGHT}
+            parts.append(tag("rect", what, **cell, fill=_colour(value), stroke="white"))
             if width >= 34:
-                parts.append(
-                    f'<text x="{x + width / 2:.2f}" y="{y + 15}" text-anchor="middle" '
-                    f'fill="{"white" if value > DARK else "black"}">'
-                    f"{value:.2f}</text>"
-                )
+                ink = "white" if value > DARK else "black"
+                parts.append(_centred(f"{value:.2f}", x + width / 2, y + 15, fill=ink))
     bottom = len(shown) * CELL_HEIGHT
     every = max(1, int(46 // width))
     for column in range(0, len(columns), every):
         x = LEFT + (column + 0.5) * width
-        parts.append(
-            f'<text x="{x:.2f}" y="{top + bottom + 14}" text-anchor="middle">'
-            f"{columns[column]}</text>"
-        )
+        parts.append(_centred(columns[column], x, top + bottom + 14))
     return parts, bottom + 16
+
+
+def _centred(text: str, x: float, y: int, **attributes: str) -> Markup:
+    return tag("text", text, x=x, y=y, text_anchor="middle", **attributes)
 
 
 def _narrowed(values: Floats, columns: Sequence[str]) -> tuple[Floats, Sequence[str]]:

@@ -23,6 +23,8 @@ FLAGS = [
     "--malleus-device",
     "--malleus-migration-memory",
     "--malleus-sidecar",
+    "--malleus-listen",
+    "--malleus-token-file",
     "--malleus-check-replicas",
     "--malleus-on-bad-replica",
     "--malleus-memory",

@@ -102,7 +102,7 @@ class Script:
     def rate_at(self, iteration: int) -> float:
         """The largest injected rate."""
         rates = [
-            entry["rate"]
+            float(entry["rate"])
             for entry in self.injection
             if entry["from_iteration"] <= iteration < entry["to_iteration"]
         ]

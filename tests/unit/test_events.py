@@ -113,3 +113,13 @@ def test_plans_are_kept_beside_the_events(tmp_path: Path) -> None:
     log = EventLog(tmp_path)
     log.keep("plans/generation-1.json", "{}")
     assert (tmp_path / "plans" / "generation-1.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_follower_hears_what_is_written(tmp_path: Path, has_folder: bool) -> None:
+    log = EventLog(tmp_path if has_folder else None)
+    heard: list[dict[str, Any]] = []
+    log.follower = heard.append
+    log.write("rates", 1, rates={3: math.inf})
+    assert heard == [{"event": "rates", "iteration": 1, "rates": {"3": "inf"}}]
+    assert not has_folder or lines(tmp_path) == heard

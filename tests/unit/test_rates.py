@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from malleus_megatron.errors import BadInputError
-from malleus_megatron.plan.rates import HEALTHY, Rates, check_rate
+from malleus_megatron.plan.rates import HEALTHY, Rates, check_rate, have_moved
 
 good = st.floats(min_value=0, exclude_min=True, allow_nan=False)
 
@@ -53,3 +53,24 @@ def test_a_whole_number_is_a_rate() -> None:
 def test_each_gpu_stands_once_and_in_order(pairs: tuple[tuple[int, float], ...]) -> None:
     with pytest.raises(BadInputError, match="each GPU once, in order"):
         Rates(by_gpu=pairs)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moved"),
+    [
+        ({}, {}, False),
+        ({0: 1.0}, {0: 1.05}, False),
+        ({0: 1.0}, {0: 1.06}, True),
+        ({0: 2.0}, {0: 1.8}, True),
+        ({}, {5: 1.04}, False),
+        ({}, {5: 1.2}, True),
+        ({5: 1.2}, {}, True),
+        ({0: math.inf}, {0: math.inf}, False),
+        ({0: 2.0}, {0: math.inf}, True),
+        ({0: math.inf}, {0: 1.0}, True),
+    ],
+)
+def test_rates_have_moved_if_one_has(
+    before: dict[int, float], now: dict[int, float], moved: bool
+) -> None:
+    assert have_moved(Rates.of(before), Rates.of(now), by=0.05 + 1e-9) == moved

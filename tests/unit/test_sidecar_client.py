@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from malleus_megatron.config import Level
+from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision
 from malleus_megatron.errors import BadInputError, SidecarError
@@ -32,6 +32,7 @@ class FakeSidecar:
     service: Service = field(default_factory=Service)
     answer: Answer | None = None
     ended: str | None = None
+    page: str | None = None
     paths: list[str] = field(default_factory=list)
     stops: int = 0
     launches: int = 0
@@ -438,7 +439,7 @@ def test_a_forked_process_leaves_the_client_alone(
 
 
 def test_no_sidecar_is_wanted() -> None:
-    assert start_sidecar("none", JOB) is None
+    assert start_sidecar(MalleusConfig(sidecar="none"), JOB) is None
 
 
 @pytest.mark.parametrize(
@@ -448,9 +449,50 @@ def test_no_sidecar_is_wanted() -> None:
 )  # fmt: skip
 def test_a_setting_that_is_no_sidecar_is_refused(setting: str) -> None:
     with pytest.raises(BadInputError, match="Sidecar"):
-        start_sidecar(setting, JOB)
+        start_sidecar(MalleusConfig(sidecar=setting), JOB)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:80", "http://head-node:8123/", "http://[::1]:9"])
 def test_a_url_is_taken_as_it_is(url: str) -> None:
     assert HttpTransport(url).url == url.rstrip("/")
+
+
+def test_events_go_with_the_samples_and_again_after_a_failure(sidecar: FakeSidecar) -> None:
+    sent: list[list[int]] = []
+
+    def serve(path: str, body: bytes) -> bytes:
+        if path == "/v1/samples":
+            events = protocol.events_from_json(protocol.decode(body, "request"))
+            sent.append([event["iteration"] for event in events or []])
+            if len(sent) == 1:
+                raise SidecarError("gone")
+        return sidecar.serve(path, body)
+
+    sidecar.answer = serve
+    conversation = talk(sidecar)
+    conversation.exchange(events=[{"event": "level", "iteration": 0}])
+    for k in range(1, 4):
+        event = {"event": "warning", "iteration": k, "message": "m"}
+        conversation.exchange(observation(k), events=[event])
+    assert sent == [[0, 1], [0, 1, 2], [3]]
+
+
+def test_a_client_passes_events_on_but_rates(client: SidecarClient, sidecar: FakeSidecar) -> None:
+    client.start(JOB)
+    for kind in ("level", "rates", "iteration"):
+        client.tell({"event": kind, "iteration": 1, "rates": {}})
+    client.post(observation(1))
+    assert wait_for(client.take_reply) is not None
+    told = sidecar.service._monitor.history
+    assert [event.kind for event in told.events] == ["level"]
+    assert told.num_iterations == 1
+
+
+def test_where_the_page_is_is_news_once_for_each_place(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    assert conversation.exchange().news == ()
+    sidecar.page = "http://127.0.0.1:1/"
+    assert conversation.exchange(observation(1)).news == ("status page: http://127.0.0.1:1/",)
+    assert conversation.exchange(observation(2)).news == ()
+    sidecar.page = "http://127.0.0.1:2/"
+    assert conversation.exchange(observation(3)).news == ("status page: http://127.0.0.1:2/",)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.errors import SidecarError
 from malleus_megatron.sidecar import protocol
@@ -105,7 +106,7 @@ def test_settings_are_read_and_changed_while_it_runs(server: Server) -> None:
         ("PUT", "/v1/settings", b'{"schema_version": 1, "colour": 1}', 400, "Known: threshold"),
         ("POST", "/v1/job", b" " * (protocol.MAX_MESSAGE_BYTES + 1), 413, "More than 8388608"),
         ("GET", "/v1/samples", None, 405, "Method Not Allowed"),
-        ("GET", "/metrics", None, 404, "Not Found"),
+        ("GET", "/metric", None, 404, "Not Found"),
     ],
 )
 def test_a_bad_request_gets_one_sentence(
@@ -128,7 +129,7 @@ def test_a_foreign_web_page_cannot_steer_the_job(server: Server) -> None:
 
 
 def test_a_client_with_a_url_leaves_the_process_alone(server: Server) -> None:
-    client = start_sidecar(server.url, JOB)
+    client = start_sidecar(MalleusConfig(sidecar=server.url), JOB)
     assert client is not None
     for iteration in range(1, 5):
         client.post(observation(iteration, SLOW))

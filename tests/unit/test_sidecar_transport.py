@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from malleus_megatron.config import MalleusConfig
 from malleus_megatron.errors import SidecarError
 from malleus_megatron.sidecar import transport
 from malleus_megatron.sidecar.client import start_sidecar
@@ -144,7 +145,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
 )
 def test_the_training_loop_hears_one_sentence_of_nonsense(body: bytes) -> None:
     with server(says(page(body))) as url:
-        client = start_sidecar(url, JOB)
+        client = start_sidecar(MalleusConfig(sidecar=url), JOB)
         assert client is not None
         client.post(observation(1))
         (warning,) = wait_for(client.take_warnings)

@@ -324,6 +324,12 @@ class Sidecar:
     def take_warnings(self) -> tuple[str, ...]:
         return ()
 
+    def take_news(self) -> tuple[str, ...]:
+        return ()
+
+    def tell(self, event: dict[str, Any]) -> None:
+        self.told = event
+
     def take_reply(self) -> Decision | None:
         decision, self.decision = self.decision, None
         return decision

@@ -1,0 +1,101 @@
+"""`malleus report`: what a job's log folder tells, as one HTML file that needs no network."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from malleus_megatron.pages.log_folder import Log
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("folder", type=Path, metavar="LOGDIR", help="a job's --malleus-log-dir")
+    parser.add_argument(
+        "--out", type=Path, metavar="REPORT.html", help="default: report.html in LOGDIR"
+    )
+    parser.add_argument(
+        "--run", type=int, metavar="N", help="of several runs in the folder, from 1 (default: last)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the page's numbers as one JSON document"
+    )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Read, write the page, say what it says.
+
+    Raises:
+        BadInputError: no such folder, no events in it, no such run, or a page that cannot be
+            written (exit status 2).
+    """
+    from malleus_megatron.events import json_line
+    from malleus_megatron.pages.log_folder import plans_of, read_log
+    from malleus_megatron.pages.page import Frame, make_page
+    from malleus_megatron.pages.story import story_to_json, tell
+
+    log = read_log(arguments.folder)
+    run = _run(arguments.run, log)
+    history = log.runs[run - 1]
+    story = tell(history, plans_of(arguments.folder, history))
+    if arguments.json:
+        document = {"run": run, "runs": _runs(log), "notes": log.notes} | story_to_json(story)
+        sys.stdout.write(json_line(document))
+        if arguments.out is None:
+            return 0
+    name = arguments.folder.resolve().name
+    frame = Frame(
+        title=f"Malleus report: {name}",
+        source=f"Malleus report of {name}"
+        + (f", run {run} of {len(log.runs)}" if len(log.runs) > 1 else ""),
+        notes=[f"events.jsonl, {note}" for note in log.notes],
+        runs=[str(line["summary"]) for line in _runs(log)] if len(log.runs) > 1 else (),
+    )
+    out = arguments.out or arguments.folder / "report.html"
+    _write(out, make_page(story, frame))
+    if not arguments.json:
+        sys.stdout.write(f"{story.headline}\nWritten: {out}\n")
+    return 0
+
+
+def _run(asked: int | None, log: "Log") -> int:
+    """The number of the run to show, from 1.
+
+    Raises:
+        BadInputError: there is no such run.
+    """
+    from malleus_megatron.errors import BadInputError
+
+    count = len(log.runs)
+    if asked is not None and not 1 <= asked <= count:
+        raise BadInputError(f"--run {asked}: the folder holds {count} run{'s' * (count != 1)}.")
+    return count if asked is None else asked
+
+
+def _runs(log: "Log") -> list[dict[str, object]]:
+    """What each run came to, in short."""
+    lines: list[dict[str, object]] = []
+    for number, run in enumerate(log.runs, start=1):
+        first = run.steps[0].iteration if run.steps else None
+        changes = len(run.of_kind("plan"))
+        span = "no iteration" if first is None else f"iterations {first} to {run.last_iteration}"
+        lines.append(
+            {
+                "run": number,
+                "first_iteration": first,
+                "last_iteration": run.last_iteration,
+                "num_plans": changes,
+                "summary": f"run {number}: {span}, {changes} plans",
+            }
+        )
+    return lines
+
+
+def _write(path: Path, text: str) -> None:
+    from malleus_megatron.errors import BadInputError
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInputError(f"--out {path}: {error.strerror or error}.") from error
