@@ -25,6 +25,7 @@ RUNTIME = [
     "ortools>=9.12",
     "nvidia-ml-py>=12",  # gives `import pynvml`; the package named pynvml is deprecated
     "starlette>=1.0",
+    "prometheus_client>=0.20",  # writes the sidecar's /metrics
     "uvicorn>=0.30",
     "tqdm>=4.66",
     "pyarrow>=18",  # malleus whatif reads traces in parquet

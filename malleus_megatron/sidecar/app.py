@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -14,7 +15,6 @@ from starlette.routing import Route
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.pages.page import content_policy
-from malleus_megatron.sidecar.exposition import CONTENT_TYPE
 from malleus_megatron.sidecar.gate import TokenGate
 from malleus_megatron.sidecar.protocol import MAX_MESSAGE_BYTES, decode, encode
 from malleus_megatron.sidecar.service import NoJobError, Service
@@ -101,7 +101,7 @@ def _page(draw: Callable[[], str]) -> _Endpoint:
 
 def _metrics(text: Callable[[], str]) -> _Endpoint:
     async def endpoint(_request: Request) -> Response:
-        return Response(text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return endpoint
 

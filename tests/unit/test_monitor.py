@@ -1,17 +1,13 @@
 """What the sidecar shows of a job: its page, its metrics, in bounded memory."""
 
-import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.pages.history import Bounds
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.sidecar import monitor, protocol
-from malleus_megatron.sidecar.exposition import Family, expose
 from malleus_megatron.sidecar.outbox import Outbox
 from malleus_megatron.sidecar.service import Service
 from malleus_megatron.sidecar.status_page import CachedPage
@@ -179,22 +175,6 @@ def test_a_page_is_drawn_when_there_is_news_and_not_for_everybody() -> None:
     assert second != first
     now[0] = 100.0
     assert service.page() is second
-
-
-@given(
-    text=st.text(alphabet=st.characters(exclude_categories=["Cs"])),
-    number=st.floats(),
-)
-def test_whatever_a_label_and_a_value_are_they_come_back(text: str, number: float) -> None:
-    for help_text in ("plain", 'with \\ and\nline "end"'):
-        family = Family(name="m", kind="gauge", text=help_text, samples=[({"a": text}, number)])
-        written = expose([family])
-        lines = written.split("\n")
-        assert len(lines) == 4
-        if len(written.splitlines()) == 3:  # others end lines where the format does not
-            [(labels, value)] = read_exposition(written)["m"].items()
-            assert labels == (("a", text),)
-            assert value == number or (math.isnan(value) and math.isnan(number))
 
 
 def test_events_wait_within_bounds_and_the_latest_stay() -> None:

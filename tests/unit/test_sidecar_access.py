@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.errors import BadInputError, SidecarError
@@ -175,7 +176,7 @@ def test_the_token_opens_everything(guarded: Guarded, authorization: str) -> Non
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert Reader(text).found[0][0] == "html"
     status, text, headers = guarded.get("/metrics", authorization)
-    assert headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert headers["content-type"] == CONTENT_TYPE_LATEST
     assert "malleus_build_info" in read_exposition(text)
 
 
