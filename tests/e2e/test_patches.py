@@ -1,0 +1,244 @@
+"""Jobs on a vendored Megatron whose sources open the seams (patches/): nothing is replaced there.
+
+The oracles are the stock run and the run whose seams are replaced at run time: same bits.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from malleus_megatron.plan.codec import plan_to_json
+from malleus_megatron.plan.plan import Pipeline, Plan, Stage
+from tests.harness.ranks import run_ranks, run_script
+from tests.harness.training import TINY_GPT, Grid, assert_same_training, read_lines, write_json
+from tests.unit.test_patches import HOOKS, MANIFEST, TOOL, released
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("user_script.py")
+LOOKING = Path(__file__).with_name("patched_script.py")
+GRID = Grid(pipelines=2)
+BENEATH_EACH_OTHER = Plan(
+    num_layers=4,
+    num_microbatches=8,
+    pipelines=(
+        Pipeline(
+            num_microbatches=8,
+            stages=(Stage(gpus=(1,), layers=(0, 1)), Stage(gpus=(0,), layers=(1, 4))),
+        ),
+    ),
+    standby=(),
+)
+ITERATIONS = 5
+RECIPE = (
+    *(*TINY_GPT, *GRID.flags, "--train-iters", str(ITERATIONS), "--split", "80,20,0"),
+    *("--eval-interval", "3", "--eval-iters", "2"),
+)
+ON = ("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape")
+TIME_LIMIT_S = 300.0
+GRACE_S = 60.0
+PATCHED = "malleus: Megatron's sources have patch set 1: all 12 seams are theirs, none is replaced"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A patched copy of the installed Megatron."""
+    top = tmp_path_factory.mktemp("vendored")
+    shutil.copytree(released() / "megatron", top / "megatron")
+    subprocess.run([sys.executable, TOOL, "apply", top], check=True)
+    return top
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loss and gradient norm of every iteration, as released."""
+    record = tmp_path_factory.mktemp("stock") / "losses.jsonl"
+    words = ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, "--malleus-record", record]
+    run_script(GRID.world, words)
+    return record
+
+
+def under_plans(folder: Path) -> list[str]:
+    """Flags of a job that moves to stages beneath each other and back, and saves in between."""
+    write_json(folder / "stages.json", plan_to_json(BENEATH_EACH_OTHER))
+    write_json(folder / "counts.json", GRID.plan([5, 3]))
+    entries = [{"iteration": 2, "plan": "stages.json"}, {"iteration": 4, "plan": "counts.json"}]
+    schedule = write_json(folder / "schedule.json", entries)
+    flags = {
+        "--malleus-plan-schedule": schedule,
+        "--malleus-log-dir": folder,
+        "--malleus-record": folder / "losses.jsonl",
+        "--save": folder / "saved",
+        "--save-interval": 3,
+    }
+    return [*ON, *(str(word) for flag in flags.items() for word in flag)]
+
+
+def torchrun(tree: Path, *words: str | Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """Fresh processes, for the tests' own server has the released Megatron in its memory."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(GRID.world), "-m", *map(str, words)]
+    path = os.pathsep.join([str(tree), str(ROOT)])
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = subprocess.Popen(
+        command,
+        env=os.environ | environment | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = job.communicate(timeout=TIME_LIMIT_S)
+    finally:
+        job.terminate()  # torchrun then ends its ranks
+        job.wait(GRACE_S)
+    return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+
+def test_a_job_moves_through_plans_and_nothing_is_replaced(
+    tree: Path, stock: Path, tmp_path: Path
+) -> None:
+    at_run_time, in_sources = tmp_path / "run-time", tmp_path / "sources"
+    at_run_time.mkdir()
+    in_sources.mkdir()
+    words = ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, *under_plans(at_run_time)]
+    replaced = run_script(GRID.world, words)
+    assert "patch set" not in replaced[0].output
+    seams = tmp_path / "seams.json"
+    words = ["malleus_megatron.run", LOOKING, *RECIPE, *under_plans(in_sources)]
+    done = torchrun(tree, *words, SEAMS=str(seams))
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert done.stderr.count(PATCHED) == 1
+
+    assert_same_training(in_sources / "losses.jsonl", stock, relative=1e-6)
+    runs = [folder / "losses.jsonl" for folder in (in_sources, at_run_time)]
+    assert_same_training(*runs, relative=0)
+    assert_same_events(*(folder / "events.jsonl" for folder in (in_sources, at_run_time)))
+    assert [path.name for path in sorted((in_sources / "saved").glob("iter_*"))] == [
+        "iter_0000003",
+        "iter_0000005",
+    ]
+    assert (in_sources / "saved" / "iter_0000003" / "malleus_plan.json").exists()
+    found = json.loads(seams.read_text(encoding="utf-8"))
+    assert len(found) == len(MANIFEST["patches"]) - 1
+    for target, (attribute, fills, calls) in found.items():
+        assert attribute == Path(HOOKS).name, target
+        assert fills in {"seams.py", "schedule.py", "record.py"}, target
+        assert calls > 0, target
+
+
+def assert_same_events(ours: Path, theirs: Path) -> None:
+    """What happened and when, without what a clock says."""
+    told = [
+        [
+            (event["event"], event["iteration"], event.get("plan"), event.get("generation"))
+            for event in read_lines(path)
+        ]
+        for path in (ours, theirs)
+    ]
+    assert told[0] == told[1]
+    assert [kind for kind, *_ in told[0]].count("migration") == 2
+
+
+def test_without_the_flag_a_patched_tree_trains_as_released(
+    tree: Path, stock: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "losses.jsonl"
+    words = ["malleus_megatron.run", SCRIPT, *RECIPE, "--malleus-record", record]
+    done = torchrun(tree, *words)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "patch set" not in done.stdout + done.stderr
+    assert_same_training(record, stock, relative=0)
+
+
+WITHOUT_THE_PLUGIN = """
+import sys
+from importlib import import_module
+
+sys.modules["malleus_megatron"] = None
+import torch
+from megatron.core import malleus_hooks
+from megatron.training.arguments import add_megatron_arguments
+
+modules = "megatron.training.training", "megatron.core.pipeline_parallel.schedules"
+for target in sys.argv[1:]:
+    module, _, name = target.removesuffix(".__init__").rpartition(".")
+    found = getattr(import_module(module), name)
+    found = found.__init__ if target.endswith(".__init__") else found
+    assert found.__code__.co_filename == malleus_hooks.__file__, target
+    assert found.malleus_slot.run is found.__wrapped__, target
+import argparse
+parser = add_megatron_arguments(argparse.ArgumentParser())
+assert "--malleus" not in parser.format_usage()
+print("stock")
+"""
+
+
+def test_where_the_plugin_is_not_installed_every_seam_runs_megatrons_own(tree: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_PLUGIN, *seams_of_the_manifest()],
+        cwd=tree,
+        env=os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.stdout.endswith("stock\n"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (HOOKS, "PATCH_SET = 1", "PATCH_SET = 2", "have patch set 2; this plugin goes with patch"),
+        (
+            "megatron/core/pipeline_parallel/schedules.py",
+            "@malleus_hooks.seam\ndef backward_step",
+            "def backward_step",
+            "1 of 12 seams are not open: megatron.core.pipeline_parallel.schedules.backward_step",
+        ),
+    ],
+)
+def test_other_patches_are_refused(tree: Path, file: str, old: str, new: str, message: str) -> None:
+    text = (tree / file).read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (tree / file).write_text(text.replace(old, new), encoding="utf-8")
+    try:
+        done = torchrun(tree, "malleus_megatron.pretrain_gpt", *RECIPE, *ON)
+    finally:
+        (tree / file).write_text(text, encoding="utf-8")
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert done.stderr.count("\nmalleus: ") + done.stderr.startswith("malleus: ") == 1
+    assert "patches/patch_megatron.py" in done.stderr
+
+
+def test_the_patches_are_the_table_of_seams() -> None:
+    """A seam without a patch, or a patch without a seam, is a fault of the set."""
+    (targets,), (version,) = run_ranks(1, seams_of_the_table), run_ranks(1, version_of_the_plugin)
+    assert seams_of_the_manifest() == targets
+    assert version == MANIFEST["patch_set"]
+
+
+def seams_of_the_manifest() -> list[str]:
+    return [patch["seam"] for patch in MANIFEST["patches"] if patch["seam"] is not None]
+
+
+def seams_of_the_table() -> list[str]:
+    from malleus_megatron.adapter.plugin import Plugin
+    from malleus_megatron.adapter.seams import seam_rows
+    from malleus_megatron.config import MalleusConfig
+
+    return [row.target for row in seam_rows(Plugin(MalleusConfig()))]
+
+
+def version_of_the_plugin() -> int:
+    from malleus_megatron.adapter.patched_tree import PATCH_SET
+
+    return PATCH_SET
