@@ -43,7 +43,11 @@ RECIPE = (
 ON = ("--malleus", "--malleus-sidecar", "none", "--malleus-require", "reshape")
 TIME_LIMIT_S = 300.0
 GRACE_S = 60.0
-PATCHED = "malleus: Megatron's sources have patch set 1: all 12 seams are theirs, none is replaced"
+NUM_SEAMS = len(MANIFEST["patches"]) - 1
+PATCHED = (
+    f"malleus: Megatron's sources have patch set {MANIFEST['patch_set']}: "
+    f"all {NUM_SEAMS} seams are theirs, none is replaced"
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +63,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Loss and gradient norm of every iteration, as released."""
     record = tmp_path_factory.mktemp("stock") / "losses.jsonl"
-    words = ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, "--malleus-record", record]
-    run_script(GRID.world, words)
+    flags = ("--malleus-record", record)
+    run_script(GRID.world, ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, *flags])
     return record
 
 
@@ -107,12 +111,12 @@ def test_a_job_moves_through_plans_and_nothing_is_replaced(
     at_run_time, in_sources = tmp_path / "run-time", tmp_path / "sources"
     at_run_time.mkdir()
     in_sources.mkdir()
-    words = ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, *under_plans(at_run_time)]
-    replaced = run_script(GRID.world, words)
+    flags = under_plans(at_run_time)
+    replaced = run_script(GRID.world, ["-m", "malleus_megatron.run", SCRIPT, *RECIPE, *flags])
     assert "patch set" not in replaced[0].output
     seams = tmp_path / "seams.json"
-    words = ["malleus_megatron.run", LOOKING, *RECIPE, *under_plans(in_sources)]
-    done = torchrun(tree, *words, SEAMS=str(seams))
+    flags = under_plans(in_sources)
+    done = torchrun(tree, "malleus_megatron.run", LOOKING, *RECIPE, *flags, SEAMS=str(seams))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stderr.count(PATCHED) == 1
 
@@ -126,7 +130,7 @@ def test_a_job_moves_through_plans_and_nothing_is_replaced(
     ]
     assert (in_sources / "saved" / "iter_0000003" / "malleus_plan.json").exists()
     found = json.loads(seams.read_text(encoding="utf-8"))
-    assert len(found) == len(MANIFEST["patches"]) - 1
+    assert len(found) == NUM_SEAMS
     for target, (attribute, fills, calls) in found.items():
         assert attribute == Path(HOOKS).name, target
         assert fills in {"seams.py", "schedule.py", "record.py"}, target
@@ -150,8 +154,8 @@ def test_without_the_flag_a_patched_tree_trains_as_released(
     tree: Path, stock: Path, tmp_path: Path
 ) -> None:
     record = tmp_path / "losses.jsonl"
-    words = ["malleus_megatron.run", SCRIPT, *RECIPE, "--malleus-record", record]
-    done = torchrun(tree, *words)
+    flags = ("--malleus-record", record)
+    done = torchrun(tree, "malleus_megatron.run", SCRIPT, *RECIPE, *flags)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "patch set" not in done.stdout + done.stderr
     assert_same_training(record, stock, relative=0)
@@ -196,12 +200,12 @@ def test_where_the_plugin_is_not_installed_every_seam_runs_megatrons_own(tree: P
 @pytest.mark.parametrize(
     ("file", "old", "new", "message"),
     [
-        (HOOKS, "PATCH_SET = 1", "PATCH_SET = 2", "have patch set 2; this plugin goes with patch"),
+        (HOOKS, "PATCH_SET = ", "PATCH_SET = 9", "have patch set 9"),
         (
             "megatron/core/pipeline_parallel/schedules.py",
             "@malleus_hooks.seam\ndef backward_step",
             "def backward_step",
-            "1 of 12 seams are not open: megatron.core.pipeline_parallel.schedules.backward_step",
+            f"1 of {NUM_SEAMS} seams are not open: megatron.core.pipeline_parallel.schedules.back",
         ),
     ],
 )
@@ -217,6 +221,21 @@ def test_other_patches_are_refused(tree: Path, file: str, old: str, new: str, me
     assert message in done.stderr
     assert done.stderr.count("\nmalleus: ") + done.stderr.startswith("malleus: ") == 1
     assert "patches/patch_megatron.py" in done.stderr
+
+
+def test_the_doctor_says_whose_the_seams_are(tree: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "malleus_megatron.cli.main", "doctor", "--json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {entry["what"]: entry for entry in json.loads(done.stdout)["findings"]}
+    assert found["Megatron's sources"]["detail"].startswith(f"patch set {MANIFEST['patch_set']}: ")
+    assert all(found[f"seam {target}"]["ok"] for target in seams_of_the_manifest())
 
 
 def test_the_patches_are_the_table_of_seams() -> None:
