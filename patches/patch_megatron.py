@@ -289,7 +289,7 @@ def bring(tree: Path, patches: PatchSet, goal: Mapping[str, int]) -> bool:
                 _copy(workshop / file, staged[file], mode_of=tree / file)
         with _disk("Some files are done: `apply` completes them, `revert` takes them out."):
             for file in files:
-                if staged[file].exists():
+                if (workshop / file).exists():
                     staged[file].replace(tree / file)
                 else:
                     (tree / file).unlink()

@@ -1,5 +1,6 @@
 """The patches for vendored trees and their tool, on the files of the installed release."""
 
+import errno
 import importlib.util
 import json
 import re
@@ -53,21 +54,26 @@ class Tool:
         sys.modules[spec.name] = module  # dataclasses look there
         spec.loader.exec_module(module)
         self._main = module.main
+        self.error = ""
 
-    def done(self, command: str, tree: Path) -> str:
+    def call(self, command: str, tree: Path) -> tuple[int, str]:
+        """Exit status and standard output; what went to standard error stays in `error`."""
         status = self._main([command, str(tree)])
         printed = self._capsys.readouterr()
-        assert (status, printed.err) == (0, "")
-        return printed.out
+        self.error = printed.err
+        return status, printed.out
+
+    def done(self, command: str, tree: Path) -> str:
+        status, out = self.call(command, tree)
+        assert (status, self.error) == (0, "")
+        return out
 
     def refused(self, command: str, tree: Path) -> str:
         """One message, exit status 2, and the tree as it was."""
         before = contents(tree)
-        status = self._main([command, str(tree)])
-        printed = self._capsys.readouterr()
-        assert (status, printed.out) == (2, "")
+        assert self.call(command, tree) == (2, "")
         assert contents(tree) == before
-        return printed.err
+        return self.error
 
 
 @pytest.fixture
@@ -205,6 +211,38 @@ def test_a_disk_that_refuses_leaves_the_tree_as_it_was(tool: Tool, tree: Path) -
     in_the_way.rmdir()
     assert APPLIED in tool.done("apply", tree)
     assert not list(tree.rglob("*.malleus-new"))
+
+
+def test_a_disk_that_fails_half_way_is_told_and_made_good(
+    tool: Tool, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files that the others import come first on the way in, and last on the way out."""
+    before, replaced, move = contents(tree), [], Path.replace
+
+    def third_fails(path: Path, target: Path) -> Path:
+        replaced.append(target)
+        if len(replaced) == 3:
+            raise OSError(errno.EIO, "Input/output error", str(target))
+        return move(path, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", third_fails)
+        assert tool.call("apply", tree) == (2, "")
+    assert "Some files are done: `apply` completes them" in tool.error
+    assert replaced[0] == tree / HOOKS
+    assert (tree / HOOKS).exists()
+    assert not list(tree.rglob("*.malleus-new"))
+    assert "half applied" in tool.refused("verify", tree)
+    tool.done("revert", tree)
+    assert contents(tree) == before
+
+
+def test_what_a_killed_run_left_beside_a_file_does_not_matter(tool: Tool, tree: Path) -> None:
+    before = contents(tree)
+    tool.done("apply", tree)
+    (tree / f"{HOOKS}.malleus-new").write_text("half of a fi", encoding="utf-8")
+    tool.done("revert", tree)
+    assert contents(tree) == before
 
 
 def test_without_git_nothing_is_changed(
