@@ -1,30 +1,45 @@
 """Switching the plugin on: explicit, once, and removable."""
 
+import os
+import sys
+
+from malleus_megatron.adapter.patched_tree import PATCH_SET, is_patched_for
 from malleus_megatron.adapter.plugin import Plugin
 from malleus_megatron.adapter.seams import MEGATRON_VERSIONS, seam_rows
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.errors import UnsupportedMegatronError
-from malleus_megatron.runtime.patching import Installed
+from malleus_megatron.runtime.patching import Installed, place
 
 _HANDLE = "__malleus_installed__"
-"""Where the handle of the seams in place is kept: on Megatron's replaced train_step."""
+"""Where the handle of the seams in place is kept: on what replaces train_step."""
 
 
 def install(config: MalleusConfig) -> Installed:
     """Put the seams in place; a second call gives the first one's handle.
 
     Raises:
-        UnsupportedMegatronError: another Megatron than the seams were made for; both signatures
-            are shown and nothing has been replaced.
+        UnsupportedMegatronError: another Megatron than the seams were made for (both signatures
+            are shown), or sources with other patches; nothing has been replaced.
     """
     check_version()
-    from megatron.training import training
-
-    handle = getattr(training.train_step, _HANDLE, None)
+    handle = getattr(_train_step(), _HANDLE, None)
     if not isinstance(handle, Installed):
-        handle = Installed(seam_rows(Plugin(config)))
-        setattr(training.train_step, _HANDLE, handle)
+        rows = seam_rows(Plugin(config))
+        patched = is_patched_for(rows)
+        handle = Installed(rows)
+        setattr(_train_step(), _HANDLE, handle)
+        if patched and os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(
+                f"malleus: Megatron's sources have patch set {PATCH_SET}: all {len(rows)} seams "
+                "are theirs, none is replaced at run time.\n"
+            )
     return handle
+
+
+def _train_step() -> object:
+    """What runs as Megatron's train_step."""
+    owner, name = place("megatron.training.training.train_step")
+    return getattr(owner, name)
 
 
 def check_version() -> None:

@@ -4,6 +4,7 @@ import torch
 
 from malleus_megatron.adapter.cpu_mode import cpu_rows
 from malleus_megatron.adapter.install import check_version
+from malleus_megatron.adapter.patched_tree import PATCH_SET, is_patched_for
 from malleus_megatron.adapter.plugin import Plugin
 from malleus_megatron.adapter.seams import seam_rows
 from malleus_megatron.config import MalleusConfig
@@ -25,3 +26,14 @@ def inventory() -> list[tuple[str, Replacement, str | None]]:
         rows += [("seam", row) for row in wait_rows(clock)]
         rows += [("cpu", row) for row in cpu_rows()]
     return [(kind, row, mismatch(row)) for kind, row in rows]
+
+
+def source_patches() -> str:
+    """What the doctor says of the sources of this Megatron.
+
+    Raises:
+        UnsupportedMegatronError: patched by another version of the patches, or in part.
+    """
+    if is_patched_for(seam_rows(Plugin(MalleusConfig()))):
+        return f"patch set {PATCH_SET}: the seams below are theirs"
+    return "as released: the seams below are replaced at run time"

@@ -146,12 +146,16 @@ def _refusals() -> list[Finding]:
 def _seams() -> list[Finding]:
     """Every attribute that is replaced: under --malleus, and in CPU mode."""
     try:
-        from malleus_megatron.adapter.inventory import inventory
+        from malleus_megatron.adapter.inventory import inventory, source_patches
 
         rows: list[tuple[str, Any, str | None]] = inventory()
+        sources = source_patches()
     except (ImportError, MalleusError) as error:
         return [Finding(what="import megatron", ok=False, detail=str(error))]
     return [
-        Finding(what=f"{kind} {row.target}", ok=fault is None, detail=fault or row.reason)
-        for kind, row, fault in rows
+        Finding(what="Megatron's sources", ok=True, detail=sources),
+        *(
+            Finding(what=f"{kind} {row.target}", ok=fault is None, detail=fault or row.reason)
+            for kind, row, fault in rows
+        ),
     ]

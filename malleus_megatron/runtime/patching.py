@@ -2,18 +2,23 @@
 
 A row names one attribute by its dotted path and says what stands there instead and why. Rows are
 the only way in which this package changes Megatron or torch, so that a person can list them all.
+
+Where the sources of the other package open a slot for us (see patches/), its attribute stays as it
+is: the row fills the slot.
 """
 
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from malleus_megatron.errors import UnsupportedMegatronError
 
 _MISSING = object()
+_SLOT = "malleus_slot"
+"""On a function whose source asks us: a namespace whose `run` is what it calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,29 @@ def resolve(target: str) -> tuple[Any, str]:
     raise UnsupportedMegatronError(f"{target}: no module of that name can be imported.")
 
 
+def place(target: str) -> tuple[Any, str]:
+    """Find where the replacement of a dotted name goes.
+
+    Returns:
+        The slot and "run" if the sources open one; else the attribute's owner and name.
+
+    Raises:
+        UnsupportedMegatronError: no such module or class.
+    """
+    owner, name = resolve(target)
+    slot = getattr(getattr(owner, name, None), _SLOT, None)
+    return (slot, "run") if isinstance(slot, SimpleNamespace) else (owner, name)
+
+
+def is_open(target: str) -> bool:
+    """Whether the sources open a slot at a dotted name.
+
+    Raises:
+        UnsupportedMegatronError: no such module or class.
+    """
+    return isinstance(place(target)[0], SimpleNamespace)
+
+
 def plain_signature(function: Callable[..., Any]) -> str:
     """Parameter names, kinds and whether they have a default: what a caller depends on."""
     parts: list[str] = []
@@ -79,7 +107,7 @@ def plain_signature(function: Callable[..., Any]) -> str:
 def mismatch(row: Replacement) -> str | None:
     """Why this row cannot be installed here, or None."""
     try:
-        owner, name = resolve(row.target)
+        owner, name = place(row.target)
     except UnsupportedMegatronError as error:
         return None if row.optional else str(error)
     original: Any = getattr(owner, name, _MISSING)
@@ -126,7 +154,7 @@ class Installed:
 
     def _put(self, row: Replacement) -> None:
         try:
-            owner, name = resolve(row.target)
+            owner, name = place(row.target)
         except UnsupportedMegatronError:
             return
         if not hasattr(owner, name):

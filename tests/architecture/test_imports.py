@@ -78,7 +78,8 @@ def canonical(name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extra"), [("malleus_megatron", ""), ("scripts", ""), ("tests", "dev")]
+    ("folder", "extra"),
+    [("malleus_megatron", ""), ("scripts", ""), ("patches", ""), ("tests", "dev")],
 )
 def test_every_package_that_is_imported_is_declared(folder: str, extra: str) -> None:
     beside_each_other = {Path(name).stem for name in python_files("tests/e2e")}

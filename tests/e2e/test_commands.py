@@ -29,6 +29,8 @@ def test_the_doctor_finds_every_seam_in_place() -> None:
     document = json.loads(out)
     seams = [finding for finding in document["findings"] if finding["what"].startswith("seam ")]
     assert len(seams) >= 9
+    (sources,) = (f for f in document["findings"] if f["what"] == "Megatron's sources")
+    assert sources["detail"].startswith("as released")
     assert all(finding["ok"] for finding in document["findings"])
 
 

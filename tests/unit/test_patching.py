@@ -1,8 +1,9 @@
 """Replacing attributes: all or nothing, and everything put back."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from malleus_megatron.errors import UnsupportedMegatronError
 from malleus_megatron.runtime.patching import (
     Installed,
     Replacement,
+    is_open,
     mismatch,
+    place,
     plain_signature,
     resolve,
 )
@@ -198,3 +201,56 @@ def test_a_signature_is_what_a_caller_depends_on(
     function: Callable[..., Any], signature: str
 ) -> None:
     assert plain_signature(function) == signature
+
+
+def open_slot(host: ModuleType) -> SimpleNamespace:
+    """Make the host's function ask its slot, as a patched source does; gives the slot."""
+    slot = SimpleNamespace(run=host.function)
+
+    @functools.wraps(host.function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return slot.run(*args, **kwargs)
+
+    run.malleus_slot = slot  # type: ignore[attr-defined]
+    host.function = run  # type: ignore[attr-defined]
+    return slot
+
+
+def test_a_slot_is_filled_and_the_attribute_stays(host: ModuleType) -> None:
+    stock = host.function
+    slot = open_slot(host)
+    attribute = host.function
+    first = Installed([wrap("function", lambda inner: lambda *a, **k: ["first", *inner(*a, **k)])])
+    second = Installed([wrap("function", lambda inner: lambda *a, **k: ["2nd", *inner(*a, **k)])])
+    assert host.function is attribute
+    assert host.function(1) == ["2nd", "first", 1, 2]
+    second.uninstall()
+    assert host.function(1) == ["first", 1, 2]
+    first.uninstall()
+    assert slot.run is stock
+    assert host.function is attribute
+
+
+def test_a_slot_is_found_behind_a_wrapper_of_somebody_else(host: ModuleType) -> None:
+    slot = open_slot(host)
+    theirs = functools.wraps(host.function)(lambda *a, _inner=host.function: _inner(*a))
+    host.function = theirs  # type: ignore[attr-defined]
+    Installed([wrap("function", lambda inner: lambda *a, **k: ["ours", *inner(*a, **k)])])
+    assert host.function(1) == ["ours", 1, 2]
+    assert place(f"{HOST}.function") == (slot, "run")
+
+
+def test_a_slot_is_open_where_the_source_says_so(host: ModuleType) -> None:
+    assert not is_open(f"{HOST}.function")
+    assert not is_open(f"{HOST}.VALUE")
+    assert not is_open(f"{HOST}.absent")
+    open_slot(host)
+    assert is_open(f"{HOST}.function")
+
+
+def test_the_signature_behind_a_slot_is_checked(host: ModuleType) -> None:
+    open_slot(host)
+    fits = Replacement(target=f"{HOST}.function", make=len, reason="", signature="(a, *, b=)")
+    assert mismatch(fits) is None
+    other = Replacement(target=f"{HOST}.function", make=len, reason="", signature="(a, b)")
+    assert "found (a, *, b=)" in str(mismatch(other))
