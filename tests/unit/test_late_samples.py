@@ -29,6 +29,9 @@ class Mailbox:
     def post(self, one: Observation) -> None:
         self.observations.append(one)
 
+    def tell(self, event: dict[str, Any]) -> None:
+        """Events are no part of this."""
+
 
 def rows_of(ended: int, lags: Mapping[int, int | None]) -> list[BoundaryRow]:
     """Of an iteration that has ended; each GPU's sample is older by its lag, or None: no news."""
