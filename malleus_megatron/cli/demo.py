@@ -1,7 +1,7 @@
-"""`malleus demo`: a small GPT trains on CPU, one GPU slows down, and the job moves around it.
+"""`malleus demo`: a small GPT trains on CPU; GPUs slow down and heal, the job moves around them.
 
 Two real Megatron jobs on the same data: the stock job, whose losses are the reference, and a paced
-job under `--malleus` in which one GPU of a TP group turns three times slower part-way.
+job under `--malleus`: one GPU of a TP group turns slower, then another one too, then both heal.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import contextlib
 import json
 import logging
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -21,24 +20,29 @@ from typing import Any
 
 from tqdm import tqdm
 
+from malleus_megatron.cli.demo_summary import Change, Script, summarise, table
+from malleus_megatron.cli.report import write_report
 from malleus_megatron.errors import MalleusError
 
-NUM_RANKS = 4
-INJECTED_GPU = 0
-INJECTED_RATE = 3.0
-INJECTED_FROM = 6
+NUM_RANKS = 8
 MICRO_BATCHES = 8
-PLAN_BEFORE = f"{MICRO_BATCHES} x (0-1:4 | 2-3:4)"
-"""What the recipe's flags describe: micro-batches x (GPUs:layers of each stage)."""
-LAYER_FORWARD_S = {"1": 0.036, "2": 0.020}
-LAYER_BACKWARD_S = {"1": 0.072, "2": 0.040}
-JOB_TIME_LIMIT_S = 240
-SETTLING = 2
-"""Iterations left out at the start of the job and after a change, while caches and windows fill."""
+LAYER_FORWARD_S = {"1": 0.054, "2": 0.030, "4": 0.017}
+LAYER_BACKWARD_S = {"1": 0.108, "2": 0.060, "4": 0.034}
+JOB_TIME_LIMIT_S = 900
+SCRIPT = Script(
+    changes=(
+        Change(iteration=6, name="GPU 0 at rate 3", rates={0: 3.0}),
+        Change(iteration=16, name="GPU 6 at rate 5 too", rates={0: 3.0, 6: 5.0}),
+        Change(iteration=27, name="both healthy again", rates={}),
+    ),
+    plan="2 pipelines, 4 x (2 GPUs:4 layers | 2 GPUs:4 layers)",
+    micro_batches=(4, 4),
+    num_iterations=46,
+)
 
 RECIPE = (
     "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 8 "
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --clip-grad 1.0 "
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-iters 0 "
@@ -63,6 +67,11 @@ class DemoFiles:
         return self.folder / "stock.jsonl"
 
     @property
+    def report(self) -> Path:
+        """For a browser."""
+        return self.folder / "report.html"
+
+    @property
     def events(self) -> Path:
         """What the job under --malleus says."""
         return self.folder / "events.jsonl"
@@ -71,114 +80,44 @@ class DemoFiles:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="where results go")
-    parser.add_argument("--iterations", type=int, default=18, help="length of the job")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the demo; its summary also lands in OUT/summary.json."""
-    if arguments.iterations < INJECTED_FROM + 8:
-        raise MalleusError(
-            f"--iterations {arguments.iterations}: need {INJECTED_FROM + 8}, since the GPU slows "
-            f"down at iteration {INJECTED_FROM}."
-        )
+    """Run the demo; its summary and its report also land in OUT."""
     files = DemoFiles(folder=arguments.out)
     _clear(files)
     say = _teller(quiet=arguments.json)
     say(
-        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 stages of TP degree 2), real text. "
-        "Paced: every layer is held to a set time, as if each process were a GPU."
+        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 pipelines of 2 stages of TP degree 2), "
+        "real text. Paced: every layer is held to a set time, as if each process were a GPU."
     )
-    recipe = [*RECIPE, "--train-iters", str(arguments.iterations), *_data(files)]
-    _run_stock(files, recipe, arguments.iterations)
-    _run_malleus(files, recipe, arguments.iterations)
-    summary = summarise(_read(files.events), _read(files.stock_losses))
+    recipe = [*RECIPE, "--train-iters", str(SCRIPT.num_iterations), *_data(files)]
+    _run_stock(files, recipe)
+    _run_malleus(files, recipe)
+    summary = summarise(SCRIPT, _read(files.events), _read(files.stock_losses))
     (files.folder / "summary.json").write_text(
         json.dumps(summary, indent=2, sort_keys=True) + "\n", encoding="utf-8"
     )
+    write_report(files.folder, files.report)
     if arguments.json:
         sys.stdout.write(json.dumps(summary, sort_keys=True) + "\n")
     else:
         say(table(summary))
-        say(f"Written: {files.folder / 'summary.json'}, {files.events}")
+        say(f"Written: {files.folder / 'summary.json'}, {files.events}, {files.report}")
     return 0
 
 
-def summarise(events: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Draw the figures from what both jobs wrote.
-
-    Raises:
-        MalleusError: the job ended without a re-plan, or the reference is not whole.
-    """
-    steps = [event for event in events if event["event"] == "iteration"]
-    plans = [event for event in events if event["event"] == "plan"]
-    if not plans:
-        raise MalleusError("The job ended without a re-plan; see events.jsonl.")
-    rates = [event["rates"] for event in events if event["event"] == "rates"][-1]
-    moves = [event for event in events if event["event"] == "migration"]
-    first, last = plans[0], plans[-1]
-    healthy = [s for s in steps if SETTLING < s["iteration"] < INJECTED_FROM]
-    slow = [s for s in steps if INJECTED_FROM <= s["iteration"] < first["iteration"]]
-    after = [s for s in steps if s["iteration"] >= last["iteration"] + SETTLING]
-    reference = {line["iteration"]: line["loss"] for line in stock}
-    return {
-        "paced": True,
-        "healthy_step_time_s": _median(healthy),
-        "straggling_step_time_s": _median(slow),
-        "replanned_step_time_s": _median(after),
-        "predicted_step_time_s": last["predicted"]["step_time_s"],
-        "injected": {str(INJECTED_GPU): INJECTED_RATE},
-        "measured_rates": rates,
-        "micro_batches_before": [MICRO_BATCHES],
-        "micro_batches_after": last["micro_batches"],
-        "plan_before": PLAN_BEFORE,
-        "plan_after": last["layout"],
-        "migrated_bytes": sum(move["bytes"] for move in moves),
-        "migration_s": sum(move["seconds"] for move in moves),
-        "iterations_until_replan": first["iteration"] - INJECTED_FROM,
-        "max_loss_difference": _largest_difference(steps, reference),
-        "iterations": len(steps),
-    }
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The three situations, for a person."""
-    healthy = summary["healthy_step_time_s"]
-    rows = [
-        ("healthy", healthy, summary["plan_before"]),
-        ("straggling, nominal plan", summary["straggling_step_time_s"], summary["plan_before"]),
-        ("after the re-plan", summary["replanned_step_time_s"], summary["plan_after"]),
-    ]
-    lines = [f"{'':26} {'step':>8} {'vs healthy':>11}  plan: micro-batches x (GPUs:layers | ...)"]
-    lines += [
-        f"{name:26} {seconds:6.2f} s {seconds / healthy:10.2f}x  {plan}"
-        for name, seconds, plan in rows
-    ]
-    measured = summary["measured_rates"].get(str(INJECTED_GPU), 1.0)
-    lines += [
-        "",
-        f"GPU {INJECTED_GPU} was slowed to {INJECTED_RATE}; measured {measured:.2f}. The plan came "
-        f"{summary['iterations_until_replan']} iterations later and predicted "
-        f"{summary['predicted_step_time_s']:.2f} s; {summary['migrated_bytes'] / 2**20:.1f} MiB "
-        f"moved in {summary['migration_s']:.2f} s, in memory.",
-        f"Largest loss difference to the stock job over {summary['iterations']} iterations: "
-        f"{summary['max_loss_difference']:.1e}",
-        "Step times are of a paced run: they measure the plan and the protocol, not this machine.",
-    ]
-    return "\n".join(lines)
-
-
-def _run_stock(files: DemoFiles, recipe: Sequence[str], iterations: int) -> None:
+def _run_stock(files: DemoFiles, recipe: Sequence[str]) -> None:
     _run_job(
         [*recipe, "--malleus-device", "cpu", "--malleus-record", str(files.stock_losses)],
         log=files.folder / "stock.log",
         watch=files.stock_losses,
         title="stock job (reference)",
-        iterations=iterations,
     )
 
 
-def _run_malleus(files: DemoFiles, recipe: Sequence[str], iterations: int) -> None:
+def _run_malleus(files: DemoFiles, recipe: Sequence[str]) -> None:
     pace = files.folder / "pace.json"
     inject = files.folder / "injection.json"
     pace.write_text(
@@ -189,18 +128,7 @@ def _run_malleus(files: DemoFiles, recipe: Sequence[str], iterations: int) -> No
             }
         )
     )
-    inject.write_text(
-        json.dumps(
-            [
-                {
-                    "gpu": INJECTED_GPU,
-                    "rate": INJECTED_RATE,
-                    "from_iteration": INJECTED_FROM,
-                    "to_iteration": None,
-                }
-            ]
-        )
-    )
+    inject.write_text(json.dumps(SCRIPT.injection()), encoding="utf-8")
     flags = ["--malleus", "--malleus-device", "cpu", "--malleus-pace", str(pace)]
     flags += ["--malleus-inject", str(inject), "--malleus-log-dir", str(files.folder)]
     _run_job(
@@ -208,11 +136,10 @@ def _run_malleus(files: DemoFiles, recipe: Sequence[str], iterations: int) -> No
         log=files.folder / "malleus.log",
         watch=files.events,
         title="job under --malleus",
-        iterations=iterations,
     )
 
 
-def _run_job(flags: Sequence[str], *, log: Path, watch: Path, title: str, iterations: int) -> None:
+def _run_job(flags: Sequence[str], *, log: Path, watch: Path, title: str) -> None:
     """Train with torchrun, showing progress from the file that the job writes.
 
     Raises:
@@ -225,13 +152,13 @@ def _run_job(flags: Sequence[str], *, log: Path, watch: Path, title: str, iterat
     with (
         log.open("w", encoding="utf-8") as output,
         subprocess.Popen(command, stdout=output, stderr=output, env=environment) as process,
-        _progress(title, iterations) as bar,
+        _progress(title, SCRIPT.num_iterations) as bar,
     ):
         for event in _follow(watch, process, deadline):
             if event["event"] == "iteration":
                 bar.update(1)
                 bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
-            elif event["event"] in {"straggler", "plan", "warning"}:
+            elif event["event"] in {"straggler", "recovered", "plan", "warning"}:
                 bar.write(_line(event), file=sys.stderr)
         if process.poll() is None:
             process.terminate()
@@ -268,6 +195,8 @@ def _line(event: dict[str, Any]) -> str:
     at = f"iteration {event['iteration']}: "
     if event["event"] == "straggler":
         return f"{at}GPU {event['gpu']} is a straggler, rate {event['rate']:.2f}"
+    if event["event"] == "recovered":
+        return f"{at}GPU {event['gpu']} has recovered"
     if event["event"] == "plan":
         return f"{at}new plan, {event['layout']}"
     return f"{at}{event['message']}"
@@ -313,17 +242,6 @@ def _clear(files: DemoFiles) -> None:
     files.data.parent.mkdir(parents=True, exist_ok=True)
     for path in [files.events, files.stock_losses]:
         path.unlink(missing_ok=True)
-
-
-def _largest_difference(steps: Sequence[dict[str, Any]], reference: dict[int, float]) -> float:
-    for step in steps:
-        if step["iteration"] not in reference:
-            raise MalleusError(f"The stock job recorded no loss for iteration {step['iteration']}.")
-    return max(abs(float(step["loss"]) - reference[step["iteration"]]) for step in steps)
-
-
-def _median(steps: Sequence[dict[str, Any]]) -> float:
-    return float(statistics.median(step["step_time_s"] for step in steps))
 
 
 def _teller(*, quiet: bool) -> Any:

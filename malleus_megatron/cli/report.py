@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from malleus_megatron.pages.log_folder import Log
+    from malleus_megatron.pages.story import Story
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,19 +33,43 @@ def main(arguments: argparse.Namespace) -> int:
     """
     from malleus_megatron.events import json_line
     from malleus_megatron.pages.log_folder import plans_of, read_log
-    from malleus_megatron.pages.page import Frame, make_page
     from malleus_megatron.pages.story import story_to_json, tell
 
-    log = read_log(arguments.folder)
+    folder = arguments.folder
+    log = read_log(folder)
     run = _run(arguments.run, log)
     history = log.runs[run - 1]
-    story = tell(history, plans_of(arguments.folder, history))
+    story = tell(history, plans_of(folder, history))
     if arguments.json:
         document = {"run": run, "runs": _runs(log), "notes": log.notes} | story_to_json(story)
         sys.stdout.write(json_line(document))
         if arguments.out is None:
             return 0
-    name = arguments.folder.resolve().name
+    out = arguments.out or folder / "report.html"
+    _write(out, _page(folder, log, run, story))
+    if not arguments.json:
+        sys.stdout.write(f"{story.headline}\nWritten: {out}\n")
+    return 0
+
+
+def write_report(folder: Path, out: Path) -> None:
+    """The page of a log folder's last run.
+
+    Raises:
+        BadInputError: no events in the folder, or a page that cannot be written.
+    """
+    from malleus_megatron.pages.log_folder import plans_of, read_log
+    from malleus_megatron.pages.story import tell
+
+    log = read_log(folder)
+    history = log.runs[-1]
+    _write(out, _page(folder, log, len(log.runs), tell(history, plans_of(folder, history))))
+
+
+def _page(folder: Path, log: "Log", run: int, story: "Story") -> str:
+    from malleus_megatron.pages.page import Frame, make_page
+
+    name = folder.resolve().name
     frame = Frame(
         title=f"Malleus report: {name}",
         source=f"Malleus report of {name}"
@@ -52,11 +77,7 @@ def main(arguments: argparse.Namespace) -> int:
         notes=[f"events.jsonl, {note}" for note in log.notes],
         runs=[str(line["summary"]) for line in _runs(log)] if len(log.runs) > 1 else (),
     )
-    out = arguments.out or arguments.folder / "report.html"
-    _write(out, make_page(story, frame))
-    if not arguments.json:
-        sys.stdout.write(f"{story.headline}\nWritten: {out}\n")
-    return 0
+    return make_page(story, frame)
 
 
 def _run(asked: int | None, log: "Log") -> int:

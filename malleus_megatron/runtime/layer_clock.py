@@ -139,6 +139,7 @@ class LayerClock:
     def _on_call(self, call: LayerCall) -> None:
         if self._stretch is not None:
             call.added_s = self._stretch.stretch(call)
+            self._windows.hide(call, call.hidden_s)
         if self._iteration is None:
             self._recycle_marks()
         elif call.is_training:

@@ -61,13 +61,19 @@ class Pacer:
         self._nominal = self._pace.at(tp_degree)
 
     def stretch(self, call: LayerCall) -> float:
-        """Sleep for what is left of the call's time."""
+        """Sleep for what is left of the call's time.
+
+        A wait inside the call passes in that time, too: it is this machine's, whose few cores
+        let one rank run after the other, or a slow peer's, which lasts longer than the call.
+        """
         assert self._nominal is not None, "reset names the TP degree first"
         forward = call.phase is Phase.forward
         nominal_s = self._nominal.forward_s if forward else self._nominal.backward_s
         target_s, needed_s = self.rate * nominal_s, call.own_s(self._stopwatch)
         self._count(call.phase, target_s, needed_s)
-        return self._sleeper.sleep(target_s - needed_s)
+        left_s = max(0.0, target_s - needed_s)
+        call.hidden_s = min(left_s, call.paused_s(self._stopwatch))
+        return self._sleeper.sleep(left_s - call.hidden_s)
 
     def _count(self, phase: Phase, target_s: float, needed_s: float) -> None:
         report = replace(self.report, num_calls=self.report.num_calls + 1)

@@ -32,6 +32,10 @@ class Window:
     """When its own work was done, before anything was added on purpose."""
     end: Mark = None
     excluded: tuple[tuple[Mark, Mark], ...] = ()
+    """Other windows inside this one."""
+    pauses: tuple[tuple[Mark, Mark], ...] = ()
+    hidden_s: float = 0.0
+    """Of the pauses: what passed while its layers were still at work, by the pace."""
 
     def own_s(self, stopwatch: Stopwatch) -> float:
         """Seconds of its own work."""
@@ -39,11 +43,15 @@ class Window:
 
     def total_s(self, stopwatch: Stopwatch) -> float:
         """Seconds of its own work and of what was added to it."""
-        return self._until(self.end, stopwatch)
+        return self._until(self.end, stopwatch) + self.hidden_s
+
+    def paused_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds that it waited."""
+        return sum(stopwatch.seconds(*pair) for pair in self.pauses)
 
     def _until(self, moment: Mark, stopwatch: Stopwatch) -> float:
         elapsed = stopwatch.seconds(self.start, moment)
-        return elapsed - sum(stopwatch.seconds(*pair) for pair in self.excluded)
+        return elapsed - sum(stopwatch.seconds(*pair) for pair in (*self.excluded, *self.pauses))
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -56,6 +64,8 @@ class LayerCall:
     """False in evaluation."""
     added_s: float = 0.0
     """What was added on purpose, in seconds asked for."""
+    hidden_s: float = 0.0
+    """What of its pauses passed in its own time, by the pace."""
 
     @property
     def layer(self) -> int:
@@ -70,6 +80,10 @@ class LayerCall:
     def own_s(self, stopwatch: Stopwatch) -> float:
         """Seconds of the layer's own work."""
         return sum(window.own_s(stopwatch) for window in self.windows)
+
+    def paused_s(self, stopwatch: Stopwatch) -> float:
+        """Seconds that the layer waited inside."""
+        return sum(window.paused_s(stopwatch) for window in self.windows)
 
     def total_s(self, stopwatch: Stopwatch) -> float:
         """Seconds with what was added."""
@@ -113,6 +127,12 @@ class Windows:
         """What happens in the window from now on is added to the layer's own work."""
         window.worked = self._stopwatch.mark()
 
+    def hide(self, call: LayerCall, seconds: float) -> None:
+        """Count so much of a call's pauses as its work, and as its stage's."""
+        call.windows[-1].hidden_s += seconds
+        if self._stage is not None:
+            self._stage.hidden_s += seconds
+
     def close(self, window: Window) -> None:
         """End a layer window that is open."""
         self._layers.remove(window)
@@ -146,9 +166,9 @@ class Windows:
         finally:
             self._paused = False
             pair = (start, self._stopwatch.mark())
-            inner.excluded += (pair,)
+            inner.pauses += (pair,)
             if self._stage is not None and self._stage is not inner:
-                self._stage.excluded += (pair,)
+                self._stage.pauses += (pair,)
 
     def _new(self, phase: Phase, layer: int) -> Window:
         return Window(

@@ -13,7 +13,7 @@ from tests.bench.situations import SITUATIONS, Span, Work, injection, spans
 from tests.harness.ranks import run_script
 from tests.harness.training import TINY_GPT, read_lines, write_json
 
-SHORT_HELD = (4, *(2 for _ in SITUATIONS[1:-1]), 3)
+SHORT_HELD = (5, *(2 for _ in SITUATIONS[1:-1]), 3)
 """For what needs no time to find its plan; the first iterations of a job are longer."""
 JOB_LIMIT_S = 3600.0
 

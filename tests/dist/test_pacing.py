@@ -1,7 +1,7 @@
 """Pace and injection on CPU: exact on a clock that only layers and sleeps move, and for real."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -42,7 +42,7 @@ def recomputed(layers: Any, hidden_states: Tensor) -> Tensor:
 
 def step(
     clock: LayerClock,
-    layers: list[Layer],
+    layers: Sequence[Layer],
     iteration: int = 1,
     through: Callable[[Any, Tensor], Tensor] = run,
 ) -> Sample:
@@ -67,6 +67,33 @@ def layers_and_clock(
     return layers, clock
 
 
+class Waiting(Layer):
+    """A layer that waits for others in its forward."""
+
+    clock: LayerClock
+    waited_s: float
+
+    def passes(self, phase: str, seconds: float) -> None:
+        super().passes(phase, seconds)
+        if phase == "forward":
+            with self.clock.pause():
+                self.stopwatch.advance(self.waited_s)
+
+
+@pytest.mark.parametrize("waited_s", [3.0, 6.5, 50.0])
+def test_a_wait_inside_a_layer_passes_in_its_time(world: VirtualStopwatch, waited_s: float) -> None:
+    layers = [Waiting(index, world) for index in range(2)]
+    clock = LayerClock(gpu=1, device=CPU, pace=PACE)
+    for layer in layers:
+        layer.clock, layer.waited_s = clock, waited_s
+    clock.attach(layers, tp_degree=1)
+    sample = step(clock, layers)
+    assert (sample.layer_forward_s, sample.layer_backward_s) == (8.0, 160.0)
+    assert (sample.stage_forward_s, sample.stage_backward_s) == (16.0, 320.0)
+    forward_s = sum(max(8.0, layer.forward_s + waited_s) for layer in layers)
+    assert world.now == 10 * (forward_s + 2 * 160.0)
+
+
 @pytest.mark.parametrize("through", [run, recomputed])
 def test_layers_are_held_to_the_pace_recomputation_included(
     world: VirtualStopwatch, through: Callable[[Any, Tensor], Tensor]
@@ -86,7 +113,7 @@ def test_a_tp_degree_has_its_own_pace(world: VirtualStopwatch) -> None:
     assert step(clock, layers).layer_s == 168.0
 
 
-def test_waits_come_on_top_of_the_pace(world: VirtualStopwatch) -> None:
+def test_a_wait_that_lasts_longer_than_the_layer_comes_on_top(world: VirtualStopwatch) -> None:
     layers, clock = layers_and_clock(world, pace=PACE)
 
     def wait(*args: Any) -> None:
@@ -96,7 +123,7 @@ def test_waits_come_on_top_of_the_pace(world: VirtualStopwatch) -> None:
     layers[0].linear.register_forward_hook(wait)
     sample = step(clock, layers)
     assert (sample.layer_forward_s, sample.stage_forward_s) == (8.0, 16.0)
-    assert world.now == 10 * (2 * (8.0 + 160.0) + 1000.0)
+    assert world.now == 10 * (layers[0].forward_s + 1000.0 + 8.0 + 2 * 160.0)
 
 
 def test_injection_scales_the_pace_in_its_iterations_only(world: VirtualStopwatch) -> None:
