@@ -17,23 +17,28 @@ from tests.chaos.script import draw
 from tests.chaos.verdict import too_little
 from tests.harness.training import Grid
 
-GRID = Grid(pipelines=2, stages=2, tp=2, num_layers=4, num_microbatches=4)
+GRIDS = {
+    8: Grid(pipelines=2, stages=2, tp=2, num_layers=4, num_microbatches=4),
+    4: Grid(pipelines=2, stages=2, num_layers=4, num_microbatches=4),
+}
+"""By the number of ranks."""
 
 
 def main() -> int:
     arguments = _parser().parse_args()
     place = arguments.out or Path(tempfile.mkdtemp(prefix="chaos-"))
     place.mkdir(parents=True, exist_ok=True)
-    print(f"{len(arguments.seeds)} jobs of {GRID.world} ranks; what they leave is in {place}")
+    grid = GRIDS[arguments.ranks]
+    print(f"{len(arguments.seeds)} jobs of {grid.world} ranks; what they leave is in {place}")
     stock = place / "stock.jsonl"
     if not stock.exists():
-        train_stock(GRID, place, arguments.iterations)
+        train_stock(grid, place, arguments.iterations)
     totals: Counter[str] = Counter()
     failed = 0
     for seed in (bar := tqdm(arguments.seeds, desc="chaos", unit="job", file=sys.stderr)):
         folder = place / f"seed-{seed}"
         folder.mkdir()
-        verdict = run(draw(seed, GRID, arguments.iterations), folder, stock)
+        verdict = run(draw(seed, grid, arguments.iterations), folder, stock)
         totals += Counter(verdict.counts)
         failed += bool(verdict.problems)
         with bar.external_write_mode():
@@ -49,6 +54,7 @@ def main() -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seeds", type=_numbers, default=_numbers("0-19"), help="as in 0-4,7")
+    parser.add_argument("--ranks", type=int, choices=GRIDS, default=8)
     parser.add_argument("--iterations", type=int, default=200)
     parser.add_argument("--out", type=Path, help="folder for what the jobs leave")
     return parser

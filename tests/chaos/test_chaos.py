@@ -15,7 +15,7 @@ from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import plan_from_json
 from malleus_megatron.plan.degrees import ModelWidths
-from tests.chaos.__main__ import GRID as GRID_OF_8
+from tests.chaos.__main__ import GRIDS
 from tests.chaos.run import run, train_stock
 from tests.chaos.script import (
     ANSWER_FAULTS,
@@ -32,7 +32,7 @@ from tests.chaos.script import (
 from tests.chaos.verdict import LEAST, Warned, judge, too_little, unexplained
 from tests.harness.training import Grid
 
-GRID = Grid(pipelines=2, stages=2, num_microbatches=4)
+GRID, GRID_OF_8 = GRIDS[4], GRIDS[8]
 ITERATIONS = 40
 SEED = 4
 LIMIT_S = 600.0
