@@ -198,7 +198,7 @@ def test_operation_names_may_be_a_dictionary_in_several_row_groups(
     ("words", "said"),
     [
         (["no-such.parquet"], "does not exist"),
-        (["."], "is not a regular file"),
+        (["."], "holds no trace"),
         (["{trace}", "--plot", "heat.png"], "SVG"),
         (["{trace}", "--plot", "no/such/folder/heat.svg"], "--plot no/such/folder/heat.svg"),
         (["{trace}", "--perfetto", "."], "--perfetto ."),
