@@ -113,7 +113,7 @@ class StageCommunicator:
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         """Inside of the timer by which Megatron's own communicator calls the same."""
-        timers = self.config.timers
+        timers = getattr(self.config, "timers", None)
         if timers is None:
             yield
             return
