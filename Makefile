@@ -65,6 +65,7 @@ arch: $(READY) ## who may import what, sizes, words, flags
 bench: $(READY) ## planner, migrations, cost of the seams (paced), simulator; some minutes
 	@$(PY) scripts/bench_planner.py
 	@$(PYTEST) tests/bench -s -q
+	@$(PY) scripts/results_page.py
 
 chaos: $(READY) ## jobs under random faults, a line each; SEEDS=0-19 takes an hour or more
 	@OMP_NUM_THREADS=1 $(PY) -m tests.chaos --seeds $(SEEDS)

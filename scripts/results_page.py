@@ -14,29 +14,35 @@ from malleus_megatron.simulator.replay import Run, Span
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 RESULTS = DOCS / "results"
+MEASURED, SIMULATED = "situations.json", "simulation.json"
+_HEAD = (
+    "# What stragglers cost, and what is left of it",
+    "",
+    "Command: `make bench`; raw results: [results/](results/).",
+)
 JOBS = {"stock": "stock Megatron", "split": "micro-batches only", "malleus": "Malleus"}
 
 
 def main() -> None:
     """Write the page and the picture."""
-    measured = _read("situations.json")
-    simulated = _read("simulation.json")
-    (RESULTS / "trace.svg").write_text(_picture(measured), encoding="utf-8")
-    lines = [*_measured(measured), *_trace(measured), *_simulated(simulated)]
+    lines = [*_HEAD]
+    if (RESULTS / MEASURED).exists():
+        measured = _read(MEASURED)
+        (RESULTS / "trace.svg").write_text(_picture(measured), encoding="utf-8")
+        lines += [*_measured(measured), *_trace(measured)]
+    if (RESULTS / SIMULATED).exists():
+        lines += _simulated(_read(SIMULATED))
     (DOCS / "results.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _measured(document: dict[str, Any]) -> Iterator[str]:
     layer_s = ", ".join(f"TP{d} {time:g} s" for d, time in sorted(document["layer_s"].items()))
     yield from (
-        "# What stragglers cost, and what is left of it",
-        "",
-        "Command: `make bench`; raw results: [results/](results/). Step times of **paced** runs "
-        "measure plans and protocol, not a machine: 8 processes on",
-        "CPU, each layer held to a set time.",
         "",
         "## Seven situations, three ways to cope",
         "",
+        "**Paced**: 8 processes on CPU, each layer held to a set time. Step times measure plans "
+        "and protocol, not a machine.",
         "8 ranks as 2 nodes of 4 GPUs, 16 layers, nominal TP2 x PP2 x DP2, 32 micro-batches; a "
         f"layer takes {layer_s}, forward and backward.",
         "Seconds of a step, in brackets times the healthy stock step. **Target**: the healthy "
