@@ -32,12 +32,12 @@ JOB_TIME_LIMIT_S = 900
 SCRIPT = Script(
     changes=(
         Change(iteration=6, name="GPU 0 at rate 3", rates={0: 3.0}),
-        Change(iteration=16, name="GPU 6 at rate 5 too", rates={0: 3.0, 6: 5.0}),
-        Change(iteration=27, name="both healthy again", rates={}),
+        Change(iteration=15, name="GPU 6 at rate 5 too", rates={0: 3.0, 6: 5.0}),
+        Change(iteration=24, name="both healthy again", rates={}),
     ),
     plan="2 pipelines, 4 x (2 GPUs:4 layers | 2 GPUs:4 layers)",
     micro_batches=(4, 4),
-    num_iterations=46,
+    num_iterations=42,
 )
 
 RECIPE = (
