@@ -6,7 +6,8 @@ SHELL := /bin/bash
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+# Bytecode is kept: hundreds of processes import the same files.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 
 # Seconds that all tests together may take. A single one has its own limit (pyproject.toml).
 TEST_TIME_S := 3600

@@ -95,7 +95,7 @@ def test_the_best_plan_that_fits_is_taken_and_another_refused(tmp_path: Path) ->
         event["message"] for event in events_of(tight, "warning") if "fit" in event["message"]
     ]
     assert "stage 1: 7 layers on 1 GPUs [1] need " in refused
-    assert f"{limit:.0f} MiB may be used" in refused
+    assert f"{limit:g} MiB may be used" in refused
     plans = events_of(tight, "plan")
     assert plans, "the job stayed under its recipe"
     recipe, *replanned = events_of(tight, "memory")
