@@ -19,6 +19,8 @@ PRELOADED = (
     "torch._dynamo",  # every torch optimizer imports it
     "megatron.core",
     "megatron.training",
+    "malleus_megatron.adapter.plugin",
+    "malleus_megatron.adapter.seams",
     "tests.harness.rank_process",
 )
 START_LIMIT_S = 100.0
