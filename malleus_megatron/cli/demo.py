@@ -37,7 +37,7 @@ SCRIPT = Script(
     ),
     plan="8 x (0-1:4 | 2-3:4)",
     micro_batches=(8,),
-    num_iterations=42,
+    num_iterations=48,
 )
 
 RECIPE = (
