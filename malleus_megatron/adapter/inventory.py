@@ -21,9 +21,9 @@ def inventory() -> list[tuple[str, Replacement, str | None]]:
     """
     check_version()
     rows = [("seam", row) for row in seam_rows(Plugin(MalleusConfig()))]
-    if not torch.cuda.is_available():
-        clock = LayerClock(gpu=0, device=torch.device("cpu"))
-        rows += [("seam", row) for row in wait_rows(clock)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows += [("seam", row) for row in wait_rows(LayerClock(gpu=0, device=device))]
+    if device.type == "cpu":
         rows += [("cpu", row) for row in cpu_rows()]
     return [(kind, row, mismatch(row)) for kind, row in rows]
 

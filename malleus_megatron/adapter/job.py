@@ -19,13 +19,13 @@ from malleus_megatron.adapter.inputs import Inputs
 from malleus_megatron.adapter.layers import layers_of
 from malleus_megatron.adapter.memory import StepMemory
 from malleus_megatron.adapter.plan_changes import PlanChanges
+from malleus_megatron.adapter.probes import probes_for
 from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.reshape.evaluation import Evaluation
 from malleus_megatron.adapter.reshape.steps import mean_losses
 from malleus_megatron.adapter.rows import ABSENT, BoundaryRow
 from malleus_megatron.adapter.saves import Saves, saves_any_stages
 from malleus_megatron.adapter.scalars import Scalars
-from malleus_megatron.adapter.standby import Standby
 from malleus_megatron.adapter.trace import JobTrace
 from malleus_megatron.config import Level
 from malleus_megatron.control.memory_model import GpuMemory
@@ -80,11 +80,11 @@ class Job:
             replicas: Compares the owners of each parameter; None: nobody does.
         """
         self.clock = clock
+        self.probes = probes_for(agreement, clock.device, inputs)
+        """Of this rank's GPU while it trains nothing, and when somebody asks."""
         self.batches: Batches | None = None
         self.evaluation = Evaluation()
         self.saves = Saves(changes, agreement.rank)
-        self.standby: Standby | None = None
-        """Probes this rank's GPU while it trains nothing; None below level reshape."""
         self.step_memory: StepMemory | None = None
         """Where the memory of plans is limited."""
         self.telemetry: Telemetry | None = None
@@ -197,8 +197,8 @@ class Job:
             losses = schedule(**kwargs)
             self._note_losses(losses)
             return losses
-        if pipeline is None and self.standby is not None and self._iteration is not None:
-            self.standby.run(self._iteration)
+        if pipeline is None and self._iteration is not None:
+            self.probes.run(self._iteration)
         self._losses = self._switch.steps.forward_backward(**kwargs)
         self._loss_is_per_token = self._switch.steps.reports_pairs
         return self._losses
@@ -286,13 +286,30 @@ class Job:
         num_bytes = int(rows[0].offer_bytes)
         if num_bytes:
             self._changes.consider(offer, num_bytes, iteration)
+        if rows[0].asks_probe:
+            self._probe_all(iteration)
+
+    def _probe_all(self, iteration: int) -> None:
+        """Somebody wants to know: all GPUs are probed, and the next rows have their rates."""
+        try:
+            if not self.probes.are_ready:
+                self.probes.learn()
+        except MigrationError as reason:
+            if self._reporter is not None:
+                self._reporter.warning(f"The GPUs are not probed: {reason}")
+        if self.pipeline is not None:  # others do so in the step
+            self.probes.run(iteration)
 
     def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
         """Give all ranks this rank's row; rank 0 reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
         rates = b""
         if self._reporter is not None:
-            row = replace(row, asks_readings=float(self._reporter.asks_readings))
+            row = replace(
+                row,
+                asks_readings=float(self._reporter.asks_readings),
+                asks_probe=float(self._reporter.take_probe_request()),
+            )
             if self.scalars is not None:
                 rates = self._reporter.take_rates()
                 row = replace(row, rates_bytes=float(len(rates)))
@@ -347,7 +364,7 @@ class Job:
             pace_calls=float(pace.num_calls),
             pace_misses=float(pace.num_missed),
             pace_worst_ratio=pace.worst_ratio,
-            probe_rate=ABSENT if self.standby is None else self.standby.rate(),
+            probe_rate=self.probes.rate(),
         )
         return row.with_sample(self.clock.read())
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from malleus_megatron.adapter.pace_watch import PaceWatch
+from malleus_megatron.adapter.probes import ProbeWatch, probe_words
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
@@ -64,10 +65,12 @@ class Reporter:
         self._events = events
         self._iteration = 0
         self._rates: dict[int, float] = {}
+        self._latest_rates: dict[int, float] = {}
         self._rates_are_news = False
         self._switch_s: float | None = None
         self._stragglers: frozenset[int] = frozenset()
         self._pace = PaceWatch()
+        self._probe = ProbeWatch()
         self._told_overfull = False
         self._unexplained: list[_Named] = []
         self.job: JobDescription | None = None
@@ -125,6 +128,10 @@ class Reporter:
             message = self._pace.look(rows)
             if message is not None:
                 self.warning(message)
+            probed = self._probe.look(rows, current.plan)
+            if probed is not None:
+                self._events.write("probe", self._iteration, rates=rates_to_json(Rates.of(probed)))
+                self._say(probe_words(probed, self._latest_rates))
         samples = [sample for gpu, row in enumerate(rows) if (sample := row.sample(gpu))]
         self.observation = None
         if samples:
@@ -170,6 +177,12 @@ class Reporter:
         if overfull is not None and not self._told_overfull:
             self._told_overfull = True
             self.warning(overfull)
+
+    def take_probe_request(self) -> bool:
+        """Whether all GPUs are to be probed now, since somebody asks the sidecar."""
+        asked = self._sidecar is not None and self._sidecar.take_probe_request()
+        self._probe.is_awaited |= asked
+        return asked
 
     def take_offer(self) -> Plan | None:
         """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
@@ -343,6 +356,7 @@ class Reporter:
 
     def _take(self, decision: Decision) -> None:
         rates = decision.rates
+        self._latest_rates = dict(rates)
         self._tell_rates(rates)
         stragglers = frozenset(decision.stragglers)
         found = {one.gpu: one for one in decision.detections}

@@ -15,8 +15,8 @@ class BoundaryRow:
     """What a rank says of the iteration that it has finished; NaN: it has nothing to say.
 
     Only numbers, since it travels as one tensor. `offer_bytes` is rank 0's: the length of the plan
-    it is about to send, 0 without one. So are `rates_bytes`, of rates, and `asks_readings`: then
-    all ranks say at once what their drivers say of their GPUs.
+    it is about to send, 0 without one. So are `rates_bytes`, of rates, `asks_readings`: then
+    all ranks say at once what their drivers say of their GPUs, and `asks_probe`: then all probe.
     """
 
     iteration: float = ABSENT
@@ -34,14 +34,16 @@ class BoundaryRow:
     stage_backward_s: float = ABSENT
     num_layers: float = 0.0
     num_microbatches: float = 0.0
+    layer_collectives_s: float = 0.0
     pace_calls: float = 0.0
     pace_misses: float = 0.0
     pace_worst_ratio: float = 0.0
     offer_bytes: float = 0.0
     rates_bytes: float = 0.0
     asks_readings: float = 0.0
+    asks_probe: float = 0.0
     probe_rate: float = ABSENT
-    """Of a GPU on standby."""
+    """Of a GPU on standby, or that was asked for."""
 
     def numbers(self) -> list[float]:
         """As the tensor's row."""
@@ -66,6 +68,7 @@ class BoundaryRow:
             stage_backward_s=sample.stage_backward_s,
             num_layers=float(sample.num_layers),
             num_microbatches=float(sample.num_microbatches),
+            layer_collectives_s=sample.layer_collectives_s,
         )
 
     def sample(self, gpu: int) -> Sample | None:
@@ -81,4 +84,5 @@ class BoundaryRow:
             stage_backward_s=self.stage_backward_s,
             num_layers=int(self.num_layers),
             num_microbatches=int(self.num_microbatches),
+            layer_collectives_s=self.layer_collectives_s,
         )

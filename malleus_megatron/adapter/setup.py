@@ -22,13 +22,13 @@ from malleus_megatron.adapter.levels import (
 )
 from malleus_megatron.adapter.memory import StepMemory, job_memory, memory_limit
 from malleus_megatron.adapter.plan_changes import PlanChanges
+from malleus_megatron.adapter.probes import Probes
 from malleus_megatron.adapter.replica_check import ReplicaCheck
 from malleus_megatron.adapter.report import Reporter
 from malleus_megatron.adapter.reshape.ground import Ground, is_gpt, lay_ground
 from malleus_megatron.adapter.reshape.switch import Switch
 from malleus_megatron.adapter.saves import plan_to_resume
 from malleus_megatron.adapter.scalars import Scalars
-from malleus_megatron.adapter.standby import Standby, learn_reference
 from malleus_megatron.adapter.trace import JobTrace, no_trace_of
 from malleus_megatron.config import Level, MalleusConfig
 from malleus_megatron.control.current import CurrentPlan
@@ -40,7 +40,6 @@ from malleus_megatron.plan.nominal import Cell, grid_plan
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.runtime.agreement import Agreement
 from malleus_megatron.runtime.layer_clock import LayerClock
-from malleus_megatron.runtime.probe import Probe
 from malleus_megatron.runtime.telemetry import Telemetry
 from malleus_megatron.sidecar.client import make_sidecar, start_sidecar
 
@@ -153,28 +152,19 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     if ground is not None:
         if memory is not None:
             job.step_memory = StepMemory(ground.switch)
-        job.standby = _standby(setup, clock.device, reporter)
+        _learn(job.probes, reporter)
     job.telemetry = _telemetry()
     job.scalars = Scalars() if Scalars.are_wanted() else None
     job.trace = _trace(setup, clock.device, reporter)
     return job
 
 
-def _standby(setup: JobSetup, device: torch.device, reporter: Reporter | None) -> Standby | None:
-    def probe() -> Probe:
-        return Probe(
-            gpu=setup.agreement.rank,
-            device=device,
-            pace=setup.inputs.pace,
-            injection=setup.inputs.injection,
-        )
-
+def _learn(probes: Probes, reporter: Reporter | None) -> None:
     try:
-        return learn_reference(setup.agreement, probe)
+        probes.learn()
     except MigrationError as reason:
         if reporter is not None:
             reporter.warning(f"GPUs on standby are not probed, and stay there: {reason}")
-        return None
 
 
 def _ground(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Ground:

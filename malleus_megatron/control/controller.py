@@ -54,6 +54,7 @@ class Controller:
         self.offers = Offers()
         self.seen: Observation | None = None
         self.decision: Decision | None = None
+        self._asks_probe = False
         self._clock = clock
         self._replanner = Replanner(clock, make)
         self._gpus = frozenset(job.nominal.all_gpus())
@@ -102,8 +103,13 @@ class Controller:
         rests_until = iteration + rest
         self.offers.reject(rejected, why, rests_until=rests_until)
 
+    def ask_probe(self) -> None:
+        """Have all GPUs probed: the next decision says so, once."""
+        self._asks_probe = True
+
     def _decide(self, observation: Observation) -> Decision:
-        decision = self._shown(observation)
+        decision = replace(self._shown(observation), asks_probe=self._asks_probe)
+        self._asks_probe = False
         if len(self._window) < self.policy.window:
             return decision
         decision = replace(decision, ignored=self._known.ignored)

@@ -7,6 +7,7 @@ from statistics import median
 
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Detection, Observation
+from malleus_megatron.detector.collectives import Collectives
 from malleus_megatron.detector.degrees import DegreeTimes, TimesByDegree
 from malleus_megatron.detector.ends import Ends, measured_ends
 from malleus_megatron.detector.rates import Rating, Seen
@@ -26,6 +27,7 @@ class Knowledge:
         self._policy = policy
         self._rating = Rating(times=DegreeTimes(prior=prior))
         self._ends: deque[Ends] = deque()
+        self._collectives = Collectives()
         self._planned: dict[int, float] = {}
         self.had_lasted = 0
         """Iterations for which what plans depend on had shown before it was certain just now."""
@@ -95,18 +97,22 @@ class Knowledge:
         )
         self._rating = self._rating.after(seen, policy.sensitivity)
         self._learn_ends(observation, layout)
+        self._collectives = self._collectives.after(observation.samples, layout, policy.long_window)
         before, self._planned = self._planned, self._planned_now()
         changed = dict(before.items() ^ self._planned.items())
         firsts = [self._rating.tracks[gpu].readings[0][0] for gpu in changed]
         self.had_lasted = observation.iteration - max(firsts) if firsts else 0
 
     def healthy_s(self, degree: int) -> float:
-        """A layer on healthy GPUs at a TP degree: as measured now, else as expected.
+        """A layer on healthy GPUs at a TP degree, collectives included.
+
+        As measured now, else as expected.
 
         Raises:
             BadInputError: nothing was ever measured and nothing is known beforehand.
         """
-        return self._rating.healthy_s(degree, self._policy.window)
+        compute_s = self._rating.healthy_s(degree, self._policy.window)
+        return compute_s + self._collectives.at(degree)
 
     def is_within_reach(self, degree: int) -> bool:
         """True if the time at this degree is known well enough to plan with it."""

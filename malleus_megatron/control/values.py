@@ -160,5 +160,7 @@ class Decision:
     """Predicted for the counts that the job has now."""
     offer: Plan | None = None
     """A plan that the job should change to."""
+    asks_probe: bool = False
+    """Somebody wants all GPUs probed at the next iteration boundary."""
     warning: str = ""
     """Why there is no better plan, where the planner found none; or that all GPUs are slow."""

@@ -19,6 +19,9 @@ class Sample:
     stage_backward_s: float
     num_layers: int
     num_microbatches: int
+    layer_collectives_s: float = 0.0
+    """Forward and backward: what the collectives inside a layer took, waiting for others included;
+    no part of the times above. 0 where they are not timed: in CPU mode."""
 
     @property
     def layer_s(self) -> float:

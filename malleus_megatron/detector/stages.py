@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from malleus_megatron.detector.samples import Sample
 from malleus_megatron.detector.smoothing import Window, median_by_gpu, stage_time_s
 from malleus_megatron.plan.plan import Plan
 
@@ -21,7 +22,12 @@ def measured_stage_times(window: Window, plan: Plan) -> StageTimes | None:
         None while a stage with layers has no GPU with a usable measurement. A stage without layers
         is not timed and counts as no time.
     """
-    return _slowest_of_each_stage(median_by_gpu(window, stage_time_s), plan)
+    return _slowest_of_each_stage(median_by_gpu(window, _with_collectives_s), plan)
+
+
+def _with_collectives_s(sample: Sample) -> float:
+    """What the GPU saw of the stage's duration."""
+    return stage_time_s(sample) + sample.num_layers * sample.layer_collectives_s
 
 
 def _slowest_of_each_stage(times: Mapping[int, float], plan: Plan) -> StageTimes | None:

@@ -107,7 +107,9 @@ class LayerClock:
         sample = None
         while self._finished and self._stopwatch.passed(self._finished[0].marks):
             iteration = self._finished.popleft()
-            sample = iteration.sample(self._gpu, self._stopwatch)
+            sample = iteration.sample(
+                self._gpu, self._stopwatch, times_collectives=self.device.type == "cuda"
+            )
             if isinstance(self._stretch, CudaInjection):
                 self._stretch.learn(iteration.calls)
             self._stopwatch.give_back(iteration.marks)
@@ -159,8 +161,11 @@ class _Iteration:
     stages: list[Window] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
-    def sample(self, gpu: int, stopwatch: Stopwatch) -> Sample | None:
-        """The medians, once the device has passed all marks."""
+    def sample(self, gpu: int, stopwatch: Stopwatch, *, times_collectives: bool) -> Sample | None:
+        """The medians, once the device has passed all marks.
+
+        On CPU collectives are not timed: what passes there is other processes' work on the cores.
+        """
         layer = _seconds_by_phase(self.calls, stopwatch)
         stage = _seconds_by_phase(self.stages, stopwatch)
         if not all(layer.values()) or not all(stage.values()):
@@ -174,6 +179,13 @@ class _Iteration:
             stage_backward_s=median(stage[Phase.backward]),
             num_layers=self.num_layers,
             num_microbatches=len(layer[Phase.forward]) // self.num_layers,
+            layer_collectives_s=self._collectives_s(stopwatch) if times_collectives else 0.0,
+        )
+
+    def _collectives_s(self, stopwatch: Stopwatch) -> float:
+        return sum(
+            median(call.paused_s(stopwatch) for call in self.calls if call.phase is phase)
+            for phase in Phase
         )
 
 

@@ -1,8 +1,10 @@
-"""CPU mode: the time that a rank waits in collectives is taken out of its compute time.
+"""The time that a rank spends in collectives is taken out of its compute time.
 
-On CPU a collective is waited for where it is called, inside the layer, so a fast member of a TP
-group would seem as slow as the slowest. Whatever torch.distributed does on CPU, synchronous or by
-handle, ends in `Work.wait`: one attribute is enough.
+The members of a TP group leave each collective together, so with it a fast member would seem as
+slow as the slowest. On CPU a collective is waited for where it is called; whatever torch does
+there, synchronous or by handle, ends in `Work.wait`. On a GPU the current stream waits: for the
+collective itself if that runs on the stream, which begins in a method of the process group, or for
+another stream, from `Work.wait` on.
 """
 
 import functools
@@ -10,6 +12,22 @@ from collections.abc import Callable
 
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.patching import Replacement
+
+_WAIT = "torch.distributed.distributed_c10d.Work.wait"
+_ON_THE_STREAM = tuple(
+    f"torch.distributed.distributed_c10d.ProcessGroup.{name}"
+    for name in (
+        "allreduce",
+        "allgather",
+        "all_gather_single",
+        "_allgather_base",
+        "reduce_scatter_single",
+        "_reduce_scatter_base",
+        "all_to_all_single",
+        "alltoall_base",
+    )
+)
+"""What Megatron's and Transformer Engine's layers come down to, by the names of several torches."""
 
 
 def timed[**P, R](clock: LayerClock, original: Callable[P, R]) -> Callable[P, R]:
@@ -24,13 +42,14 @@ def timed[**P, R](clock: LayerClock, original: Callable[P, R]) -> Callable[P, R]
 
 
 def wait_rows(clock: LayerClock) -> tuple[Replacement, ...]:
-    """The attributes to replace so that waiting is no compute; none where the device is a GPU."""
-    if clock.device.type != "cpu":
-        return ()
-    return (
-        Replacement(
-            target="torch.distributed.distributed_c10d.Work.wait",
-            make=functools.partial(timed, clock),
-            reason="CPU mode: waiting for other ranks is not compute time of this one.",
-        ),
+    """The attributes to replace so that waiting is no compute."""
+    make = functools.partial(timed, clock)
+    if clock.device.type == "cpu":
+        reason = "CPU mode: waiting for other ranks is not compute time of this one."
+        return (Replacement(target=_WAIT, make=make, reason=reason),)
+    reason = "What a stream waits for other ranks is not compute time of this one."
+    return tuple(
+        # A name that another version of torch lacks is one that nothing calls there.
+        Replacement(target=target, make=make, reason=reason, optional=target != _WAIT)
+        for target in (_WAIT, *_ON_THE_STREAM)
     )

@@ -56,6 +56,7 @@ def create_app(
             Route("/v1/job", _writing(service.job), methods=["POST"]),
             Route("/v1/samples", _writing(service.samples), methods=["POST"]),
             Route("/v1/rejected", _writing(service.rejected), methods=["POST"]),
+            Route("/v1/probe", _writing(service.probe), methods=["POST"]),
             Route("/v1/shutdown", _writing(stop), methods=["POST"]),
         ],
         middleware=[

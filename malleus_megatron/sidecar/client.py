@@ -45,6 +45,7 @@ class SidecarClient:
         self._observation: Observation | None = None
         self._rejected: deque[tuple[str, str]] = deque(maxlen=_MAX_REJECTIONS)
         self._decision: Decision | None = None
+        self._asks_probe = False
         self._warnings: list[str] = []
         self._news: list[str] = []
         self._events = Outbox(MOST_EVENT_BYTES)
@@ -100,6 +101,14 @@ class SidecarClient:
         with self._changed:
             decision, self._decision = self._decision, None
         return decision
+
+    def take_probe_request(self) -> bool:
+        """Whether somebody has asked for a probe of all GPUs since the last call."""
+        if not self._is_mine():
+            return False
+        with self._changed:
+            asked, self._asks_probe = self._asks_probe, False
+        return asked
 
     def take_news(self) -> tuple[str, ...]:
         """What is good to know since the last call."""
@@ -170,6 +179,8 @@ class SidecarClient:
                 return
             self._warnings.extend(turn.warnings)
             self._news.extend(turn.news)
+            if turn.decision is not None and turn.decision.asks_probe:
+                self._asks_probe = True
             if turn.decision is not None and self._job is None:  # else it is about the former job
                 waiting = None if self._decision is None else self._decision.offer
                 self._decision = replace(turn.decision, offer=turn.decision.offer or waiting)

@@ -6,7 +6,7 @@ measured is null.
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any
 
 from malleus_megatron.config import Level
@@ -215,6 +215,7 @@ def decision_to_json(decision: Decision) -> dict[str, Any]:
         "ignored": list(decision.ignored),
         "step_time_s": decision.step_time_s,
         "offer": None if decision.offer is None else plan_to_json(decision.offer),
+        "asks_probe": decision.asks_probe,
         "warning": decision.warning,
     }
 
@@ -233,6 +234,7 @@ def decision_from_json(body: dict[str, Any]) -> Decision:
         ignored=_whole_numbers(body, "ignored", "answer"),
         step_time_s=None if step_time_s is None else as_float(step_time_s, "step_time_s"),
         offer=None if offer is None else plan_from_json(offer, "offer"),
+        asks_probe=body.get("asks_probe", False) is True,
         warning=str(body.get("warning", "")),
     )
 
@@ -256,7 +258,10 @@ def _sample_from_json(document: Any, where: str) -> Sample:
     body = as_dict(document, where)
     values: dict[str, Any] = {}
     for part in fields(Sample):
-        value, place = required(body, part.name, where), f"{where}.{part.name}"
+        place = f"{where}.{part.name}"
+        if part.default is not MISSING and part.name not in body:
+            continue
+        value = required(body, part.name, where)
         if part.type is int:
             values[part.name] = as_int(value, place)
         else:

@@ -80,6 +80,11 @@ class Service:
         controller.policy = protocol.changed_policy(controller.policy, body)
         return self.settings()
 
+    def probe(self, _body: dict[str, Any]) -> dict[str, Any]:
+        """All GPUs are to be probed; the job's log and events say what came of it."""
+        self._known().ask_probe()
+        return {"probe": "with the next iteration"}
+
     def status(self) -> dict[str, Any]:
         """Everything known about the job, for people and pages."""
         controller = self._controller

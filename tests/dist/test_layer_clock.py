@@ -22,10 +22,12 @@ PACE = Pace(by_degree=((1, LayerPace(forward_s=0.01, backward_s=0.02)),))
 class Job:
     """A clock on virtual time, its layers, and steps of some micro-batches."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_layers: int = 3) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, num_layers: int = 3, device: torch.device = CPU
+    ) -> None:
         self.stopwatch = VirtualStopwatch()
         monkeypatch.setattr(layer_clock, "stopwatch_for", lambda device: self.stopwatch)
-        self.clock = LayerClock(gpu=5, device=CPU)
+        self.clock = LayerClock(gpu=5, device=device)
         self.layers = [Layer(index, self.stopwatch) for index in range(num_layers)]
         self.clock.attach(self.layers)
 
@@ -203,11 +205,32 @@ def test_only_a_pace_can_make_a_gpu_faster() -> None:
     LayerClock(gpu=1, device=CPU, injection=faster, pace=PACE)
 
 
-def test_on_a_gpu_no_wait_is_replaced() -> None:
-    assert wait_rows(LayerClock(gpu=0, device=torch.device("cuda"))) == ()
+def test_on_a_gpu_the_streams_waits_in_collectives_are_replaced_too() -> None:
+    module = "torch.distributed.distributed_c10d"
     assert [row.target for row in wait_rows(LayerClock(gpu=0, device=CPU))] == [
-        "torch.distributed.distributed_c10d.Work.wait"
+        f"{module}.Work.wait"
     ]
+    on_gpu = wait_rows(LayerClock(gpu=0, device=torch.device("cuda")))
+    targets = [row.target for row in on_gpu]
+    assert targets[:2] == [f"{module}.Work.wait", f"{module}.ProcessGroup.allreduce"]
+    assert [row.target for row in on_gpu if not row.optional] == [f"{module}.Work.wait"]
+
+
+def test_on_a_gpu_a_sample_tells_what_collectives_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, device=torch.device("cuda"))
+
+    def collective(*_: Any) -> None:
+        with job.clock.pause():
+            job.stopwatch.advance(7.0)
+
+    for layer in job.layers:
+        layer.register_forward_hook(collective, prepend=True)
+    job.step(1, num_microbatches=2)
+    sample = job.clock.read()
+    assert sample is not None
+    assert sample.layer_collectives_s == 7.0
+    assert sample.layer_forward_s == 2.0
+    assert sample.stage_forward_s == 16.0
 
 
 def test_what_the_device_has_not_passed_of_other_layers_is_forgotten(

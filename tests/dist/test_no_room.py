@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from malleus_megatron.adapter.standby import Standby, learn_reference
+from malleus_megatron.adapter.probes import Probes
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.runtime import links
 from malleus_megatron.runtime.agreement import Agreement
@@ -48,13 +48,13 @@ def test_links() -> None:
 
 
 def probe_without_room() -> str:
-    def measure(agreement: Agreement) -> Standby | None:
+    def measure(agreement: Agreement) -> None:
         def make() -> Probe:
             if agreement.rank == 2:
                 full()
             return Probe(gpu=agreement.rank, device=CPU)
 
-        return learn_reference(agreement, make)
+        Probes(agreement, make).learn()
 
     return said_by(measure)
 

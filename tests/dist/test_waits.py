@@ -3,14 +3,18 @@
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from malleus_megatron.detector.samples import Sample
+from malleus_megatron.runtime import layer_clock
 from malleus_megatron.runtime.layer_clock import LayerClock
 from malleus_megatron.runtime.patching import Installed
+from malleus_megatron.runtime.stopwatch import HostStopwatch
 from malleus_megatron.runtime.waits import wait_rows
 from tests.harness.ranks import run_ranks
 
@@ -53,6 +57,7 @@ COLLECTIVES = (
     reduce_scatter_by_handle,
     send_and_receive,
 )
+DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cuda")}
 
 
 class Reduce(torch.autograd.Function):
@@ -86,11 +91,11 @@ class Layer(nn.Module):
         return reduced
 
 
-def measure(with_waits: bool) -> list[tuple[float, float, float]]:
-    """Layer forward, layer backward and stage forward for each collective."""
+def measure(with_waits: bool, device: str = "cpu") -> list[Sample]:
+    """Of each collective. A "cuda" clock has a host's stopwatch: all else is as on a GPU."""
     times = []
     for collective in COLLECTIVES:
-        clock = LayerClock(gpu=dist.get_rank(), device=torch.device("cpu"))
+        clock = layer_clock_of(DEVICES[device])
         layer = Layer(collective)
         clock.attach([layer])
         rows = Installed(wait_rows(clock) if with_waits else ())
@@ -105,20 +110,35 @@ def measure(with_waits: bool) -> list[tuple[float, float, float]]:
         rows.uninstall()
         sample = clock.read()
         assert sample is not None
-        times.append((sample.layer_forward_s, sample.layer_backward_s, sample.stage_forward_s))
+        times.append(sample)
     return times
 
 
+def layer_clock_of(device: torch.device) -> LayerClock:
+    with mock.patch.object(layer_clock, "stopwatch_for", return_value=HostStopwatch()):
+        return LayerClock(gpu=dist.get_rank(), device=device)
+
+
+def parts(sample: Sample) -> tuple[float, float, float]:
+    return sample.layer_forward_s, sample.layer_backward_s, sample.stage_forward_s
+
+
 @pytest.mark.dist
-def test_waiting_for_a_slow_rank_is_not_compute() -> None:
-    fast, slow = run_ranks(2, measure, True)
-    for collective, fast_times, slow_times in zip(COLLECTIVES, fast, slow, strict=True):
-        for fast_s, slow_s in zip(fast_times, slow_times, strict=True):
+@pytest.mark.parametrize("device", DEVICES)
+def test_waiting_for_a_slow_rank_is_not_compute(device: str) -> None:
+    fast, slow = run_ranks(2, measure, True, device)
+    for collective, mine, late in zip(COLLECTIVES, fast, slow, strict=True):
+        for fast_s, slow_s in zip(parts(mine), parts(late), strict=True):
             assert slow_s > SLOW_S, collective
             assert fast_s < SLOW_S / 4, collective
+        if device == "cuda":
+            assert mine.layer_collectives_s > 1.5 * SLOW_S, collective
+            assert late.layer_collectives_s < SLOW_S / 2, collective
+        else:
+            assert mine.layer_collectives_s == 0.0
 
 
 @pytest.mark.dist
 def test_without_the_rows_both_ranks_look_slow() -> None:
     fast, _ = run_ranks(2, measure, False)
-    assert all(seconds > SLOW_S / 2 for times in fast for seconds in times)
+    assert all(seconds > SLOW_S / 2 for sample in fast for seconds in parts(sample))

@@ -105,7 +105,7 @@ def _tasks(
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     return [
         RankTask(
@@ -135,7 +135,7 @@ def _start_program(task: RankTask, argv: list[str]) -> Member:
     return Member(process=process, output=task.output)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -65,6 +65,8 @@ class DetectedJob:
     """In layers."""
     unit_s: float = 1.0
     """All times are multiplied with it."""
+    collectives_s: float | None = None
+    """What those inside a layer of a TP group take, if they are timed: on GPUs."""
     sizes: tuple[int, ...] = (1, 2, 4)
     probe_every: int = 1
     knows_layer_times: bool = False
@@ -113,10 +115,16 @@ class DetectedJob:
     def observation(self, rates: Mapping[int, float]) -> Observation:
         iteration = self.iteration + 1
         samples = tuple(
-            self._sample(iteration, gpu, stage, rates.get(gpu, 1.0), stage is pipeline.stages[-1])
+            sample
             for pipeline in self.plan.pipelines
             for stage in pipeline.stages
-            for gpu in stage.gpus
+            for sample in self._waiting(
+                [
+                    self._sample(iteration, gpu, stage, rate, stage is pipeline.stages[-1])
+                    for gpu in stage.gpus
+                    for rate in (rates.get(gpu, 1.0),)
+                ]
+            )
         )
         probes = tuple((gpu, rates.get(gpu, 1.0)) for gpu in self.plan.standby)
         return Observation(
@@ -127,6 +135,16 @@ class DetectedJob:
             samples=samples,
             probes=probes if iteration % self.probe_every == 0 else (),
         )
+
+    def _waiting(self, group: list[Sample]) -> list[Sample]:
+        """A TP group's, each waiting for the slowest in its collectives."""
+        if self.collectives_s is None or len(group) == 1:
+            return group
+        slowest_s = max(sample.layer_s for sample in group)
+        return [
+            replace(s, layer_collectives_s=self.collectives_s + slowest_s - s.layer_s)
+            for s in group
+        ]
 
     def _sample(self, iteration: int, gpu: int, stage: Stage, rate: float, last: bool) -> Sample:
         layer_s = LAYER_S[len(stage.gpus)] * rate * self.spread(iteration, gpu) * self.unit_s
