@@ -46,3 +46,9 @@ class StateLostError(MalleusError):
 
 class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""
+
+
+def sentence(text: object) -> str:
+    """A message of others, to be followed by a sentence of ours: it ends as one does."""
+    words = str(text).strip()
+    return words if words.endswith((".", "!", "?")) else f"{words}."

@@ -11,7 +11,7 @@ from malleus_megatron.config import Level
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.control.memory_model import GpuMemory
-from malleus_megatron.errors import BadInputError, MalleusError, MigrationError
+from malleus_megatron.errors import BadInputError, MalleusError, MigrationError, sentence
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.plan.codec import canonical_json, plan_from_json, plan_id, plan_to_json
 from malleus_megatron.plan.pace import Pace
@@ -101,7 +101,9 @@ class PlanChanges:
             news = self.memory.learn(self.current.plan, gpus)
         except BadInputError as error:
             if self.reporter is not None:
-                self.reporter.warning(f"{error} Plans keep to what was known of memory before.")
+                self.reporter.warning(
+                    f"{sentence(error)} Plans keep to what was known of memory before."
+                )
             return
         if self.reporter is not None:
             self.reporter.memory(self.memory, gpus, predicted, self.current)

@@ -13,6 +13,7 @@ from malleus_megatron.control.memory_model import GpuMemory
 from malleus_megatron.control.telemetry import GpuReading, likely_reason
 from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.cost.memory import StageMib
+from malleus_megatron.errors import sentence
 from malleus_megatron.events import EventLog
 from malleus_megatron.migration.outcome import Migration
 from malleus_megatron.migration.replicas import Difference
@@ -229,7 +230,8 @@ class Reporter:
 
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that a plan, offered or scripted, is not taken."""
-        self.warning(f"A plan was not taken: {why} Training goes on under the current one.")
+        told = sentence(why)
+        self.warning(f"A plan was not taken: {told} Training goes on under the current one.")
         if self._sidecar is not None and plan is not None:
             self._sidecar.reject(plan_id(plan), why)
 

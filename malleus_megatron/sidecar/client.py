@@ -10,7 +10,7 @@ from typing import Any
 from malleus_megatron.config import MalleusConfig
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision, JobDescription, Observation
-from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.errors import BadInputError, SidecarError, sentence
 from malleus_megatron.sidecar.access import Listen, listen_from_text, read_token
 from malleus_megatron.sidecar.conversation import MOST_EVENT_BYTES, Conversation, Turn
 from malleus_megatron.sidecar.outbox import Outbox
@@ -55,7 +55,7 @@ class SidecarClient:
         try:
             self._sidecar.launch()
         except SidecarError as error:
-            self._warnings.append(f"{error} Training goes on without re-plans.")
+            self._warnings.append(f"{sentence(error)} Training goes on without re-plans.")
             return
         conversation = Conversation(self._sidecar, job, policy or Policy())
         self._thread = threading.Thread(

@@ -7,7 +7,7 @@ from typing import Any
 
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision, JobDescription, Observation
-from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.errors import BadInputError, SidecarError, sentence
 from malleus_megatron.plan.plan import check_world
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.outbox import Outbox
@@ -21,6 +21,8 @@ _MAX_RESTARTS = 3
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MAX_WARNINGS = 20
+_LONG = 100
+"""Iterations that were answered in a row: what fails after them is another outage."""
 _MAX_NAMED_GPUS = 16
 _GOES_ON = "Training goes on under the current plan"
 _DIGITS = re.compile(r"[\d.]+")
@@ -41,7 +43,8 @@ class Conversation:
     """Asks the sidecar and checks its answers; whatever it does wrong becomes a warning.
 
     After a failure it waits, each time twice as long up to a minute. A process of ours that has
-    ended is started again, a few times; then it is over.
+    ended is started again, a few times; then it is over. After a long time without a failure the
+    next one counts, and is told, like the first.
     """
 
     def __init__(self, sidecar: Sidecar, job: JobDescription, policy: Policy) -> None:
@@ -52,7 +55,9 @@ class Conversation:
         self._transport: Transport | None = None
         self._failures = 0
         self._restarts = 0
+        self._answered = 0
         self._said: set[str] = set()
+        self._said_of_outages: set[str] = set()
         self._unsent = Outbox(MOST_EVENT_BYTES)
         self._page: str | None = None
         self.describe(job)
@@ -94,6 +99,8 @@ class Conversation:
         except (SidecarError, BadInputError) as error:
             return Turn(warnings=self._failed(str(error)))
         self._failures = 0
+        if decision is not None:
+            self._went_well()
         warnings: tuple[str, ...] = ()
         if decision is not None:
             warnings = self._once(_unmeasured(decision)) + self._once(
@@ -133,17 +140,26 @@ class Conversation:
         body = self._transport(path, protocol.encode(document))
         return protocol.decode(body, "The sidecar's answer")
 
+    def _went_well(self) -> None:
+        """One iteration more was answered; after many of them former outages are forgotten."""
+        self._answered += 1
+        if self._answered == _LONG:
+            self._restarts = 0
+            self._said_of_outages.clear()
+
     def _failed(self, error: str) -> tuple[str, ...]:
         """Take note of a failure; those that follow it before the next answer are the same one."""
         is_new = not self._failures
         self._failures += 1
+        self._answered = 0
         self._job_is_known = False
         end = self._sidecar.end()
         if end is not None:
             return (self._restarted(end),)  # a few times at most
         if not is_new:
             return ()
-        return self._once(f"The sidecar failed: {error} {_GOES_ON}; it is asked again.")
+        told = f"The sidecar failed: {sentence(error)} {_GOES_ON}; it is asked again."
+        return self._once(told, among=self._said_of_outages)
 
     def _restarted(self, end: str) -> str:
         """Start a process that has ended once more; what it had seen it sees anew."""
@@ -160,19 +176,21 @@ class Conversation:
         self.over = True
         return f"{what}; there are no more re-plans."
 
-    def _once(self, warning: str | None, as_what: str | None = None) -> tuple[str, ...]:
+    def _once(
+        self, warning: str | None, as_what: str | None = None, among: set[str] | None = None
+    ) -> tuple[str, ...]:
         """The warning if it was not said yet; an endless variety of them is cut short.
 
         Args:
             warning: What to say, if anything.
             as_what: What it counts as, if not as its own text.
+            among: What was said; that of the whole job, if not of something else.
         """
+        said = self._said if among is None else among
         what = as_what or warning
-        if warning is None or what is None or what in self._said:
+        if warning is None or what is None or what in said or len(said) >= _MAX_WARNINGS:
             return ()
-        if len(self._said) >= _MAX_WARNINGS:
-            return ()
-        self._said.add(what)
+        said.add(what)
         return (warning,)
 
 

@@ -1,7 +1,9 @@
 """A probe on demand in a running job: its rates are the steps'."""
 
+import contextlib
 import json
 import threading
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -18,6 +20,7 @@ PACE = {
 }
 GRID = Grid(pipelines=2, tp=2, num_microbatches=8)
 RATES = {1: 2.0, 2: 1.5}
+ITERATIONS = 24
 
 
 class Asker(threading.Thread):
@@ -32,14 +35,20 @@ class Asker(threading.Thread):
     def run(self) -> None:
         while not self.done.wait(0.05):
             if self.events.exists() and self._iterations() >= self.after:
-                request = urllib.request.Request(
-                    f"http://127.0.0.1:{self.port}/v1/probe",
-                    data=b"{}",
-                    headers={"content-type": "application/json"},
-                )
-                with urllib.request.urlopen(request, timeout=10) as reply:
-                    self.answer = json.loads(reply.read())
-                return
+                # The sidecar may still be starting, or not know the job yet.
+                with contextlib.suppress(urllib.error.URLError):
+                    self.answer = self._ask()
+                    return
+
+    def _ask(self) -> dict[str, str]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/probe",
+            data=b'{"schema_version": 1}',
+            headers={"content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            answer: dict[str, str] = json.loads(reply.read())
+        return answer
 
     def _iterations(self) -> int:
         return self.events.read_text(encoding="utf-8").count('"event": "iteration"')
@@ -49,7 +58,7 @@ class Asker(threading.Thread):
 def test_a_probe_that_is_asked_for_shows_the_rates_of_the_steps(tmp_path: Path, level: str) -> None:
     port, log = free_port(), tmp_path / "log"
     stock, ours = tmp_path / "stock.jsonl", tmp_path / "ours.jsonl"
-    train(GRID, stock, iterations=14)
+    train(GRID, stock, iterations=ITERATIONS)
     asker = Asker(port, log / "events.jsonl", after=5)
     asker.start()
     injected = [{"gpu": gpu, "rate": rate, "from_iteration": 1} for gpu, rate in RATES.items()]
@@ -62,7 +71,7 @@ def test_a_probe_that_is_asked_for_shows_the_rates_of_the_steps(tmp_path: Path, 
             *("--malleus-pace", write_json(tmp_path / "pace.json", PACE)),
             *("--malleus-inject", write_json(tmp_path / "injection.json", injected)),
             *("--malleus-log-dir", log),
-            iterations=14,
+            iterations=ITERATIONS,
         )
     finally:
         asker.done.set()

@@ -158,6 +158,36 @@ def test_a_process_that_ended_is_started_again_a_few_times(sidecar: FakeSidecar)
     assert conversation.over
 
 
+def test_after_a_long_time_without_failures_restarts_and_warnings_count_anew(
+    sidecar: FakeSidecar,
+) -> None:
+    """In a job of months a fourth end is no sign of a sidecar that cannot run."""
+    conversation = talk(sidecar)
+    iteration, said = 0, []
+    for _ in range(5):
+        sidecar.answer, sidecar.ended = failing, "SIGKILL"
+        said += conversation.exchange().warnings
+        sidecar.answer, sidecar.ended = failing, None
+        said += conversation.exchange().warnings
+        sidecar.answer = None
+        for _ in range(100):
+            iteration += 1
+            assert conversation.exchange(observation(iteration)).warnings == ()
+        sidecar.answer = failing
+        said += conversation.exchange(observation(iteration)).warnings
+    assert not conversation.over
+    assert sidecar.launches == 5
+    assert [("(1 of 3)" in one, "did not answer" in one) for one in said] == (
+        [(True, False), (False, True)] * 5
+    )
+
+
+def test_a_reason_without_a_full_stop_gets_one(sidecar: FakeSidecar) -> None:
+    sidecar.answer = partial(raising, "it fails here")
+    (warning,) = talk(sidecar).exchange().warnings
+    assert warning.startswith("The sidecar failed: it fails here. Training goes on")
+
+
 def test_a_process_that_was_started_again_decides_again(sidecar: FakeSidecar) -> None:
     conversation = talk(sidecar)
     conversation.exchange(observation(1, SLOW))
