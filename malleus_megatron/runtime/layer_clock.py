@@ -1,5 +1,6 @@
 """A GPU's own compute time per layer and micro-batch and iteration, and what stretches it."""
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,9 @@ from malleus_megatron.runtime.stopwatch import Mark, Stopwatch, stopwatch_for
 from malleus_megatron.runtime.windows import LayerCall, Phase, Window, Windows
 
 _KEPT_ITERATIONS = 4
+_TIMED_ON_GPU = 8
+"""Micro-batches of an iteration whose forwards are timed, and whose backwards: their medians say
+what those of all would, and events cost the host time."""
 
 
 class LayerClock:
@@ -57,6 +61,8 @@ class LayerClock:
         self._hooks = LayerHooks(self._windows, self._on_call)
         self._num_layers = 0
         self._iteration: _Iteration | None = None
+        self._every = 1
+        """Of so many micro-batches one is timed."""
         self._finished: deque[_Iteration] = deque()
 
     def attach(self, layers: Sequence[nn.Module], *, tp_degree: int = 1) -> None:
@@ -93,6 +99,8 @@ class LayerClock:
         if self._iteration is None:
             return
         self._iteration.marks = self._stopwatch.take()
+        if self.device.type == "cuda":
+            self._every = math.ceil(max(self._iteration.num_passes.values()) / _TIMED_ON_GPU) or 1
         self._finished.append(self._iteration)
         self._iteration = None
         if len(self._finished) > _KEPT_ITERATIONS:
@@ -133,10 +141,18 @@ class LayerClock:
 
     @contextmanager
     def _stage(self, phase: Phase) -> Iterator[None]:
-        with self._windows.stage(phase) as window:
-            yield
-        if self._iteration is not None:
-            self._iteration.stages.append(window)
+        iteration = self._iteration
+        is_timed = iteration is None or iteration.num_passes[phase] % self._every == 0
+        self._windows.takes_marks = is_timed
+        try:
+            with self._windows.stage(phase) as window:
+                yield
+        finally:
+            self._windows.takes_marks = True
+        if iteration is not None:
+            iteration.num_passes[phase] += 1
+            if is_timed:
+                iteration.stages.append(window)
 
     def _on_call(self, call: LayerCall) -> None:
         if self._stretch is not None:
@@ -144,7 +160,7 @@ class LayerClock:
             self._windows.hide(call, call.hidden_s)
         if self._iteration is None:
             self._recycle_marks()
-        elif call.is_training:
+        elif call.is_training and self._windows.takes_marks:
             self._iteration.calls.append(call)
 
     def _recycle_marks(self) -> None:
@@ -159,6 +175,8 @@ class _Iteration:
     num_layers: int
     calls: list[LayerCall] = field(default_factory=list)
     stages: list[Window] = field(default_factory=list)
+    num_passes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(Phase, 0))
+    """Micro-batches that went through the stage, timed or not."""
     marks: list[Mark] = field(default_factory=list)
 
     def sample(self, gpu: int, stopwatch: Stopwatch, *, times_collectives: bool) -> Sample | None:
@@ -170,6 +188,7 @@ class _Iteration:
         stage = _seconds_by_phase(self.stages, stopwatch)
         if not all(layer.values()) or not all(stage.values()):
             return None
+        calls = len(layer[Phase.forward]) * self.num_passes[Phase.forward]
         return Sample(
             gpu=gpu,
             iteration=self.number,
@@ -178,7 +197,7 @@ class _Iteration:
             stage_forward_s=median(stage[Phase.forward]),
             stage_backward_s=median(stage[Phase.backward]),
             num_layers=self.num_layers,
-            num_microbatches=len(layer[Phase.forward]) // self.num_layers,
+            num_microbatches=calls // len(stage[Phase.forward]) // self.num_layers,
             layer_collectives_s=self._collectives_s(stopwatch) if times_collectives else 0.0,
         )
 

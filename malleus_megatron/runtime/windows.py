@@ -103,6 +103,8 @@ class Windows:
         self._layers: list[Window] = []
         self._stage: Window | None = None
         self._paused = False
+        self.takes_marks = True
+        """False: windows open and close as ever, and nobody will ask how long they were."""
 
     @property
     def innermost(self) -> Window | None:
@@ -125,7 +127,7 @@ class Windows:
 
     def work_done(self, window: Window) -> None:
         """What happens in the window from now on is added to the layer's own work."""
-        window.worked = self._stopwatch.mark()
+        window.worked = self._mark()
 
     def hide(self, call: LayerCall, seconds: float) -> None:
         """Count so much of a call's pauses as its work, and as its stage's."""
@@ -136,7 +138,7 @@ class Windows:
     def close(self, window: Window) -> None:
         """End a layer window that is open."""
         self._layers.remove(window)
-        window.end = self._stopwatch.mark()
+        window.end = self._mark()
         if window.worked is None:
             window.worked = window.end
         if self._layers:
@@ -150,7 +152,7 @@ class Windows:
             yield window
         finally:
             self._stage = None
-            window.worked = window.end = self._stopwatch.mark()
+            window.worked = window.end = self._mark()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -160,17 +162,18 @@ class Windows:
             yield
             return
         self._paused = True
-        start = self._stopwatch.mark()
+        start = self._mark()
         try:
             yield
         finally:
             self._paused = False
-            pair = (start, self._stopwatch.mark())
+            pair = (start, self._mark())
             inner.pauses += (pair,)
             if self._stage is not None and self._stage is not inner:
                 self._stage.pauses += (pair,)
 
     def _new(self, phase: Phase, layer: int) -> Window:
-        return Window(
-            phase=phase, layer=layer, start=self._stopwatch.mark(), thread=threading.get_ident()
-        )
+        return Window(phase=phase, layer=layer, start=self._mark(), thread=threading.get_ident())
+
+    def _mark(self) -> Mark:
+        return self._stopwatch.mark() if self.takes_marks else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from malleus_megatron.plan.codec import plan_to_json
-from tests.bench.situations import SITUATIONS, Span, Work, injection, spans
+from tests.bench.situations import SITUATIONS, Span, Work, injection
 from tests.harness.ranks import run_script
 from tests.harness.training import TINY_GPT, read_lines, write_json
 
@@ -39,21 +39,21 @@ class Jobs:
         return [
             *(*TINY_GPT, *grid.flags, "--num-layers", str(grid.num_layers)),
             *("--train-iters", str(trace[-1].end - 1), *more),
+            # A pipeline may wait for the other longer than the recipe's minute.
+            *("--distributed-timeout-minutes", "20"),
         ]
 
-    def stock(self) -> list[Step]:
+    def stock(self, trace: Sequence[Span]) -> list[Step]:
         """No seam of the plugin is there; the layers are paced and slowed all the same."""
-        trace = spans(SHORT_HELD)
         env = {
             "STOCK_PACE": str(self._pace()),
             "STOCK_INJECT": str(self._injection("stock", trace)),
         }
         return self._timed("stock", "tests.bench.timed_job", self.flags(trace), env)
 
-    def split(self) -> list[Step]:
+    def split(self, trace: Sequence[Span]) -> list[Step]:
         """The best micro-batches for each situation, from its first iteration on."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        trace = spans(SHORT_HELD)
         schedule = []
         for number, span in enumerate(trace[1:], start=1):
             plan = plan_to_json(self.work.split(span.situation.rates))
@@ -63,15 +63,15 @@ class Jobs:
         flags = ["--malleus-sidecar", "none", "--malleus-plan-schedule", str(path)]
         return self._ours("split", trace, flags)
 
-    def malleus(self, held: Sequence[int]) -> list[Step]:
+    def malleus(self, trace: Sequence[Span]) -> list[Step]:
         """Measured, detected, planned and moved by the job itself."""
-        return self._ours("malleus", spans(held), [])
+        return self._ours("malleus", trace, [])
 
-    def undisturbed(self, held: Sequence[int]) -> list[dict[str, Any]]:
+    def undisturbed(self, trace: Sequence[Span]) -> list[dict[str, Any]]:
         """What a stock job that nobody slows down trains: each iteration's loss."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self.folder / "losses.jsonl"
-        flags = self.flags(spans(held), "--malleus-record", str(record))
+        flags = self.flags(trace, "--malleus-record", str(record))
         self._run("malleus_megatron.pretrain_gpt", flags, {})
         return read_lines(record)
 

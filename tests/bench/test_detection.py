@@ -11,7 +11,7 @@ from malleus_megatron.plan.plan import Plan
 from tests.harness.plans import plan_of
 from tests.harness.training import Grid, read_lines, train, write_json
 
-pytestmark = [pytest.mark.bench, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.bench, pytest.mark.timeout(1500)]
 
 PACE = {
     "layer_forward_s": {"1": 0.032, "2": 0.018, "4": 0.010},
@@ -30,20 +30,32 @@ class Case:
     plan: Plan | None = None
 
 
+OF_TWO = Grid(pipelines=2, stages=2, tp=2, num_layers=8, num_microbatches=8)
 UNEVEN = plan_of((7, [((0, 1, 2, 3), 8)]), (1, [((4, 5), 4), ((6,), 1), ((7,), 3)]))
+LONG_AND_SHORT = plan_of((5, [((0, 1), 8)]), (3, [((2, 3), 3), ((4, 5), 3), ((6, 7), 2)]))
 CASES = {
     "TP2 x PP2 x DP2": Case(
-        grid=Grid(pipelines=2, stages=2, tp=2, num_layers=8, num_microbatches=8),
-        slow=((6, 16, {1: 2.57}), (30, 44, {2: 5.42, 5: 1.5})),
+        grid=OF_TWO,
+        slow=(
+            *((6, 16, {1: 2.57}), (30, 44, {2: 5.42, 5: 1.5})),
+            *((58, 68, {7: 12.53}), (82, 96, {4: 1.2})),
+        ),
     ),
     "TP4 x DP2": Case(
         grid=Grid(pipelines=2, tp=4, num_layers=8, num_microbatches=8),
-        slow=((6, 16, {6: 12.53}), (30, 44, {3: 1.2, 0: 2.57})),
+        slow=(
+            *((6, 16, {6: 12.53}), (30, 44, {3: 1.2, 0: 2.57})),
+            *((58, 68, {5: 5.42}), (82, 96, {1: 1.5})),
+        ),
     ),
-    "uneven plan": Case(
-        grid=Grid(pipelines=2, stages=2, tp=2, num_layers=8, num_microbatches=8),
-        slow=((8, 18, {1: 2.57, 6: 5.42}),),
-        plan=UNEVEN,
+    # A straggler makes the job leave the plan: there is one span each.
+    "uneven plan, TP4, 2 and 1": Case(
+        grid=OF_TWO, slow=((8, 18, {1: 2.57, 6: 5.42}),), plan=UNEVEN
+    ),
+    "uneven plan, one slow in TP4": Case(grid=OF_TWO, slow=((8, 18, {2: 12.53}),), plan=UNEVEN),
+    "uneven plan, slightly slow": Case(grid=OF_TWO, slow=((8, 24, {3: 1.2, 7: 1.5}),), plan=UNEVEN),
+    "stages of 8, 3, 3 and 2 layers": Case(
+        grid=OF_TWO, slow=((8, 18, {0: 5.42, 7: 2.57}),), plan=LONG_AND_SHORT
     ),
 }
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.bench.comparison import Measured, compared, largest_difference, planning_ratio
-from tests.bench.paced_jobs import Jobs
-from tests.bench.situations import PACED, SITUATIONS
+from tests.bench.paced_jobs import SHORT_HELD, Jobs
+from tests.bench.situations import PACED, SITUATIONS, spans
 
 pytestmark = [pytest.mark.bench, pytest.mark.timeout(7200)]
 
@@ -24,7 +24,12 @@ RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results" / "situations
 def test_malleus_follows_the_bound_in_every_situation(tmp_path: Path) -> None:
     jobs = Jobs(work=PACED, folder=tmp_path)
     held = [situation.held for situation in SITUATIONS]
-    steps = {"stock": jobs.stock(), "split": jobs.split(), "malleus": jobs.malleus(held)}
+    short, long = spans(SHORT_HELD), spans(held)
+    steps = {
+        "stock": jobs.stock(short),
+        "split": jobs.split(short),
+        "malleus": jobs.malleus(long),
+    }
     measured = Measured(work=PACED, held=held, steps=steps, events=jobs.events("malleus"))
     rows = compared(measured)
     document: dict[str, Any] = {
@@ -33,7 +38,7 @@ def test_malleus_follows_the_bound_in_every_situation(tmp_path: Path) -> None:
         "held": held,
         "rows": rows,
         "longest_step_while_planning": planning_ratio(measured),
-        "largest_loss_difference": largest_difference(measured.events, jobs.undisturbed(held)),
+        "largest_loss_difference": largest_difference(measured.events, jobs.undisturbed(long)),
         "steps": {name: [asdict(step) for step in list(run)] for name, run in steps.items()},
         "plans": [event for event in measured.events if event["event"] == "plan"],
     }

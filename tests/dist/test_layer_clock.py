@@ -188,6 +188,25 @@ def test_a_timed_function_is_the_same_and_not_compute(monkeypatch: pytest.Monkey
     assert sample.stage_forward_s == 16.0
 
 
+@pytest.mark.parametrize(("num_microbatches", "timed"), [(5, 5), (8, 8), (64, 8), (70, 8)])
+def test_on_a_gpu_few_micro_batches_of_many_are_timed(
+    monkeypatch: pytest.MonkeyPatch, num_microbatches: int, timed: int
+) -> None:
+    """Events and their reading cost the host time, which must not grow with the step."""
+    job = Job(monkeypatch, device=torch.device("cuda"))
+    job.step(1, num_microbatches)
+    marks: list[float] = []
+    monkeypatch.setattr(job.stopwatch, "mark", lambda: marks.append(0.0) or job.stopwatch.now)
+    job.step(2, num_microbatches)
+    sample = job.clock.read()
+    assert sample is not None
+    assert sample.iteration == 2
+    assert sample.num_microbatches == num_microbatches
+    assert (sample.layer_forward_s, sample.stage_forward_s) == (2.0, 16.0)
+    # Of a micro-batch: two windows of the stage, a pause and six of layers with one mark more.
+    assert len(marks) == timed * (2 * 2 + 2 + 6 * 3)
+
+
 def test_a_pace_needs_the_cpu_and_its_degree() -> None:
     with pytest.raises(BadInputError, match="TP degree 4; it has 1"):
         LayerClock(gpu=0, device=CPU, pace=PACE).attach([], tp_degree=4)

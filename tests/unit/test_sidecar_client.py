@@ -163,7 +163,8 @@ def test_after_a_long_time_without_failures_restarts_and_warnings_count_anew(
 ) -> None:
     """In a job of months a fourth end is no sign of a sidecar that cannot run."""
     conversation = talk(sidecar)
-    iteration, said = 0, []
+    iteration = 0
+    said: list[str] = []
     for _ in range(5):
         sidecar.answer, sidecar.ended = failing, "SIGKILL"
         said += conversation.exchange().warnings
