@@ -75,6 +75,8 @@ class Controller:
         self.seen = observation
         self.offers.settle(observation, self.policy.offer_timeout_iterations)
         self._known.learn(observation, self.job.layout, self.policy)
+        if self._known.had_lasted:
+            self._cause_since = observation.iteration - self._known.had_lasted
         self._window.append(observation)
         while len(self._window) > self.policy.window:
             self._window.popleft()
@@ -192,27 +194,32 @@ class Controller:
         self, decision: Decision, observation: Observation, move: Move | None, seconds: float
     ) -> Decision:
         """The decision with the better plan, if its gain has lasted and the job can be asked."""
-        if not self._lasts(move) or move is None:
+        if not self._lasts(move, observation.iteration) or move is None:
             return decision
         identity = plan_id(move.plan)
         if not self.offers.may_make(identity, observation.iteration):
             return decision
         self.offers.make(identity, observation)
+        self._cause_since = None
         return replace(
             decision, offer=replace(move.plan, planning=PlanningNote(seconds=seconds, seed=0))
         )
 
-    def _lasts(self, move: Move | None) -> bool:
+    def _lasts(self, move: Move | None, iteration: int) -> bool:
         """Count iterations in a row with a gain, and those with a sure one: fewer are enough.
 
-        A gain has lasted since what it comes from first showed, however late that was certain.
+        A gain has lasted since what it comes from first showed, however late that was certain, and
+        also where that was certain before a new layout's stages were timed.
         """
-        self._streak = self._streak + 1 + self._known.had_lasted if move else 0
+        self._streak = self._streak + 1 if move else 0
         sure = move is not None and move.gain >= self.policy.sure_gain
         self._sure_streak = self._sure_streak + 1 if sure else 0
-        return (
-            self._sure_streak >= self.policy.patience or self._streak >= self.policy.long_patience
-        )
+        lasted = self._streak
+        if move is None:
+            self._cause_since = None
+        elif self._cause_since is not None:
+            lasted = max(lasted, iteration - self._cause_since + 1)
+        return self._sure_streak >= self.policy.patience or lasted >= self.policy.long_patience
 
     def _samples(self) -> list[tuple[Sample, ...]]:
         return [observation.samples for observation in self._window]
@@ -220,6 +227,8 @@ class Controller:
     def _start_over(self) -> None:
         freedom = self.job.freedom
         self.offers = Offers()
+        self._cause_since: int | None = None
+        """When what plans depend on began to be as it is known now, if no offer was made since."""
         self._known = Knowledge(self.policy, () if freedom is None else freedom.layer_time_s)
         self._forget_samples()
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -71,6 +72,7 @@ class Jobs:
         """What a stock job that nobody slows down trains: each iteration's loss."""
         self.folder.mkdir(parents=True, exist_ok=True)
         record = self.folder / "losses.jsonl"
+        record.unlink(missing_ok=True)  # a job appends
         flags = self.flags(trace, "--malleus-record", str(record))
         self._run("malleus_megatron.pretrain_gpt", flags, {})
         return read_lines(record)
@@ -83,15 +85,23 @@ class Jobs:
         ours = ["--malleus", "--malleus-pace", str(self._pace())]
         ours += ["--malleus-inject", str(self._injection(name, trace))]
         ours += ["--malleus-log-dir", str(self.folder / name)]
+        if not (self.folder / f"times-{name}.json").exists():
+            shutil.rmtree(self.folder / name, ignore_errors=True)  # a job appends
         return self._timed(name, "tests.bench.two_nodes", self.flags(trace, *ours, *flags), {})
 
     def _timed(
         self, name: str, module: str, flags: Sequence[str], env: Mapping[str, str]
     ) -> list[Step]:
-        """Steps from the beginning of one to that of the next; the last has no end."""
+        """Steps from the beginning of one to that of the next; the last has no end.
+
+        A job whose times are there has run: a bench that was broken off goes on.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         times = self.folder / f"times-{name}.json"
-        self._run(module, flags, {"STEP_TIMES": str(times), **env})
+        if not times.exists():
+            unfinished = times.with_suffix(".unfinished")
+            self._run(module, flags, {"STEP_TIMES": str(unfinished), **env})
+            unfinished.rename(times)
         begun = json.loads(times.read_text(encoding="utf-8"))
         return [
             Step(iteration=number, seconds=after - before)
