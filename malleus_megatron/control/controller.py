@@ -55,6 +55,8 @@ class Controller:
         self.seen: Observation | None = None
         self.decision: Decision | None = None
         self._asks_probe = False
+        self._cause_since: int | None = None
+        """When what plans depend on began to be as it is known now, if no offer was made since."""
         self._clock = clock
         self._replanner = Replanner(clock, make)
         self._gpus = frozenset(job.nominal.all_gpus())
@@ -227,8 +229,7 @@ class Controller:
     def _start_over(self) -> None:
         freedom = self.job.freedom
         self.offers = Offers()
-        self._cause_since: int | None = None
-        """When what plans depend on began to be as it is known now, if no offer was made since."""
+        self._cause_since = None
         self._known = Knowledge(self.policy, () if freedom is None else freedom.layer_time_s)
         self._forget_samples()
 

@@ -196,7 +196,12 @@ def test_on_a_gpu_few_micro_batches_of_many_are_timed(
     job = Job(monkeypatch, device=torch.device("cuda"))
     job.step(1, num_microbatches)
     marks: list[float] = []
-    monkeypatch.setattr(job.stopwatch, "mark", lambda: marks.append(0.0) or job.stopwatch.now)
+
+    def mark() -> float:
+        marks.append(job.stopwatch.now)
+        return marks[-1]
+
+    monkeypatch.setattr(job.stopwatch, "mark", mark)
     job.step(2, num_microbatches)
     sample = job.clock.read()
     assert sample is not None
