@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 
 # Seconds that all tests together may take. A single one has its own limit (pyproject.toml).
-TEST_TIME_S := 3600
+TEST_TIME_S := 4500
 
 # Of `make chaos`: numbers and ranges, as in 0-4,7.
 SEEDS ?= 0-19
