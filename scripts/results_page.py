@@ -172,7 +172,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield "|---" * len(head) + "|"
     for row in rows:
-        yield f"| {' | '.join(row)} |"
+        yield f"| {' | '.join(cell.replace('|', '\\|') for cell in row)} |"
 
 
 def _or_none(value: int | None) -> str:
