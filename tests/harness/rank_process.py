@@ -122,6 +122,8 @@ def _process_group(task: RankTask, store: Path) -> Iterator[None]:
         world_size=task.world_size,
         timeout=timedelta(seconds=task.timeout_s),
     )
+    # A rank with nothing to do would be gone before the others have connected to it.
+    dist.barrier()
     try:
         yield
     finally:
