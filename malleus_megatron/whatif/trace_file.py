@@ -26,9 +26,9 @@ def read_trace(path: Path) -> Rows:
         BadInputError: the file cannot be read, is no parquet file, is damaged, lacks a column or
             has one of another type, or holds no trace of a non-interleaved pipeline.
     """
-    files = trace_files(path)
-    table = pyarrow.concat_tables([_table(file) for file in files], promote_options="permissive")
+    tables = [_table(file) for file in trace_files(path)]
     try:
+        table = pyarrow.concat_tables(tables, promote_options="permissive")
         kinds, names = _names(table.column("optype"))
         columns = {name: _whole(table, name) for name in ("dp_rank", "stage", "step", "seq_id")}
         return Rows(
@@ -44,6 +44,8 @@ def read_trace(path: Path) -> Rows:
         )
     except BadInputError as error:
         raise BadInputError(f"{path}: {error}") from error
+    except pyarrow.ArrowException as error:  # a type that no trace has
+        raise BadInputError(f"{path} is not a trace: {_first_line(error)}.") from error
 
 
 def _table(path: Path) -> pyarrow.Table:
@@ -61,11 +63,20 @@ def _table(path: Path) -> pyarrow.Table:
                     f"{path} is not a trace: no column {', '.join(missing)}. It has "
                     f"{', '.join(there[:12]) or 'none'}."
                 )
+            twice = [name for name in (*COLUMNS, CHUNK) if there.count(name) > 1]
+            if twice:
+                raise BadInputError(
+                    f"{path} is not a trace: it has column {', '.join(twice)} twice."
+                )
             wanted = [*COLUMNS, *([CHUNK] if CHUNK in there else [])]
             return file.read(columns=wanted)
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        detail = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-        raise BadInputError(f"{path} is no parquet file, or damaged: {detail}.") from error
+        what = f"{path} is no parquet file, or damaged: {_first_line(error)}."
+        raise BadInputError(what) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
 def _whole(table: pyarrow.Table, name: str) -> Ints:
@@ -99,10 +110,11 @@ def _names(column: Any) -> tuple[Ints, tuple[str, ...]]:
     """Each row's index into the distinct names, and the names."""
     if column.null_count:
         raise BadInputError(f"column optype has {column.null_count} empty values.")
+    kind = column.type.value_type if pyarrow.types.is_dictionary(column.type) else column.type
+    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+        raise BadInputError(f"column optype must hold text, not {kind}.")
     encoded = column.unify_dictionaries().combine_chunks()
     if not hasattr(encoded, "indices"):
         encoded = encoded.dictionary_encode()
     names = tuple(encoded.dictionary.to_pylist())
-    if not all(isinstance(name, str) for name in names):
-        raise BadInputError("column optype must hold text.")
     return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64), names

@@ -157,6 +157,10 @@ def test_damaged_files_are_refused_with_status_2_and_a_reason(
         (lambda t: t.set_column(6, "duration", pyarrow.array(["long"] * len(t))), "hold seconds"),
         (lambda t: t.set_column(6, "duration", pyarrow.nulls(len(t))), "seconds|no time"),
         (lambda t: t.append_column("mc", pyarrow.array([1] * len(t))), "interleaved"),
+        (lambda t: t.set_column(3, "optype", pyarrow.array([[1]] * len(t))), "must hold text"),
+        (lambda t: t.set_column(3, "optype", pyarrow.array([b"x"] * len(t))), "must hold text"),
+        (lambda t: t.set_column(1, "stage", pyarrow.array([[1]] * len(t))), "whole numbers"),
+        (lambda t: t.append_column("stage", t.column("stage")), "column stage twice"),
     ],
 )
 def test_foreign_tables_are_refused_with_what_is_wrong(
@@ -167,6 +171,16 @@ def test_foreign_tables_are_refused_with_what_is_wrong(
     assert main(["whatif", str(path)]) == 2
     error = capsys.readouterr().err
     assert any(part in error for part in said.split("|")), error
+
+
+def test_files_of_one_folder_with_unlike_columns_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parquet.write_table(table(ROWS), tmp_path / "a.parquet")
+    text = table(ROWS).set_column(1, "stage", pyarrow.array(["a"] * len(ROWS)))
+    parquet.write_table(text, tmp_path / "b.parquet")
+    assert main(["whatif", str(tmp_path)]) == 2
+    assert "is not a trace" in capsys.readouterr().err
 
 
 def test_an_empty_time_costs_one_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
