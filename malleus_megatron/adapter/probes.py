@@ -87,6 +87,9 @@ class ProbeWatch:
     def look(self, rows: Sequence[BoundaryRow], plan: Plan) -> dict[int, float] | None:
         """The rates of all GPUs, once, when those that train have told theirs.
 
+        All were probed at about one time, so the lower median of them is what is healthy now: what
+        slows the whole machine down since the job began makes nobody slow.
+
         Args:
             rows: Of all ranks, at a boundary.
             plan: In force in the iteration before it; GPUs on standby always tell.
@@ -95,7 +98,8 @@ class ProbeWatch:
         if not self.is_awaited or rates.keys() <= set(plan.standby):
             return None
         self.is_awaited = False
-        return rates
+        common = median_low(rates.values())
+        return {gpu: rate / common for gpu, rate in rates.items()}
 
 
 def probe_words(probed: Mapping[int, float], in_steps: Mapping[int, float]) -> str:

@@ -77,10 +77,10 @@ def _even(
 
     analysis = analyse(rows)
     if arguments.plot is not None:
-        _write("--plot", arguments.plot, [to_svg(analysis)])
+        _write("--plot", arguments.plot, [to_svg(analysis)], arguments.trace)
     if arguments.perfetto is not None:
         shown, steps = steps_shown(analysis.what_if), len(analysis.what_if.trace.steps)
-        _write("--perfetto", arguments.perfetto, to_perfetto(analysis.what_if))
+        _write("--perfetto", arguments.perfetto, to_perfetto(analysis.what_if), arguments.trace)
         if shown < steps:
             sys.stderr.write(f"--perfetto: the first {shown} of {steps} steps are written.\n")
     document, text = to_json(analysis), to_text(analysis)
@@ -112,9 +112,11 @@ def _uneven(
     return document, text
 
 
-def _write(flag: str, path: Path, pieces: Iterable[str]) -> None:
+def _write(flag: str, path: Path, pieces: Iterable[str], trace: Path) -> None:
     from malleus_megatron.errors import BadInputError
 
+    if path.exists() and path.samefile(trace):
+        raise BadInputError(f"{flag} {path} is the trace itself, which would be lost.")
     try:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(pieces)

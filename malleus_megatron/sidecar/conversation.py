@@ -64,7 +64,7 @@ class Conversation:
 
     def describe(self, job: JobDescription) -> None:
         """Describe the job anew with the next exchange."""
-        self._job = protocol.encode(protocol.job_to_json(job, self._policy))
+        self._described = job
         self._num_gpus = len(list(job.nominal.all_gpus()))
         self._job_is_known = False
 
@@ -113,7 +113,8 @@ class Conversation:
         if self._transport is None:
             self._transport = self._sidecar.connect()
         if not self._job_is_known:
-            protocol.decode(self._transport("/v1/job", self._job), "The sidecar's answer")
+            job = protocol.encode(protocol.job_to_json(self._described, self._policy))
+            protocol.decode(self._transport("/v1/job", job), "The sidecar's answer")
             self._job_is_known = True
 
     def _decision(self, observation: Observation) -> Decision:
@@ -126,6 +127,9 @@ class Conversation:
                 self._unsent.add(event)
             raise
         decision = protocol.decision_from_json(answer)
+        settings = answer.get("settings")
+        if isinstance(settings, dict):  # changed there: another process must hear of them
+            self._policy = protocol.changed_policy(self._policy, settings)
         if decision.offer is not None:
             check_world(decision.offer, self._num_gpus)
         return decision

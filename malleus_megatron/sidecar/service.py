@@ -61,7 +61,7 @@ class Service:
         self._monitor.decided(
             observation, decision, self._known().job.layout, has_events=events is not None
         )
-        return protocol.decision_to_json(decision)
+        return protocol.decision_to_json(decision) | {"settings": self.settings()}
 
     def rejected(self, body: dict[str, Any]) -> dict[str, Any]:
         """The job refused an offer."""

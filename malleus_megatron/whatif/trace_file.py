@@ -70,6 +70,8 @@ def _table(path: Path) -> pyarrow.Table:
                 )
             wanted = [*COLUMNS, *([CHUNK] if CHUNK in there else [])]
             return file.read(columns=wanted)
+    except PermissionError as error:
+        raise BadInputError(f"{path} may not be read: {error.strerror}.") from error
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         what = f"{path} is no parquet file, or damaged: {_first_line(error)}."
         raise BadInputError(what) from error

@@ -76,7 +76,7 @@ def test_rates_are_told_once_and_only_when_they_were_asked_for() -> None:
     assert watch.look(rows(1.0, 1.0, 1.0, 1.0), PLAN) is None
     watch.is_awaited = True
     assert watch.look(rows(None, None, None, None), PLAN) is None
-    assert watch.look(rows(1.0, 2.0, None, 1.0), PLAN) == {0: 1.0, 1: 2.0, 3: 1.0}
+    assert watch.look(rows(3.0, 6.0, None, 3.0), PLAN) == {0: 1.0, 1: 2.0, 3: 1.0}
     assert watch.look(rows(1.0, 2.0, None, 1.0), PLAN) is None
 
 

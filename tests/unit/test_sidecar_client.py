@@ -183,6 +183,18 @@ def test_after_a_long_time_without_failures_restarts_and_warnings_count_anew(
     )
 
 
+def test_settings_that_were_changed_outlive_the_process(sidecar: FakeSidecar) -> None:
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1))
+    sidecar.service.change_settings({"threshold": 1.9})
+    conversation.exchange(observation(2))
+    sidecar.answer, sidecar.ended = failing, "SIGKILL"
+    conversation.exchange(observation(3))
+    sidecar.answer, sidecar.ended, sidecar.service = None, None, Service()
+    conversation.exchange(observation(4))
+    assert sidecar.service.settings()["threshold"] == 1.9
+
+
 def test_a_reason_without_a_full_stop_gets_one(sidecar: FakeSidecar) -> None:
     sidecar.answer = partial(raising, "it fails here")
     (warning,) = talk(sidecar).exchange().warnings

@@ -173,6 +173,15 @@ def test_foreign_tables_are_refused_with_what_is_wrong(
     assert any(part in error for part in said.split("|")), error
 
 
+def test_a_trace_is_not_written_over(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = trace.read_bytes()
+    assert main(["whatif", str(trace), "--perfetto", str(trace)]) == 2
+    assert "is the trace itself" in capsys.readouterr().err
+    assert trace.read_bytes() == before
+
+
 def test_files_of_one_folder_with_unlike_columns_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
