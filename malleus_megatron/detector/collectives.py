@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
+from malleus_megatron.detector.degrees import nearest
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.plan.plan import Plan
 
@@ -41,8 +42,7 @@ class Collectives:
         """A GPU alone has none; a degree that was never seen is taken for the nearest one."""
         if degree == 1 or not self.seen:
             return 0.0
-        near = min(self.seen, key=lambda other: (abs(math.log(other / degree)), -other))
-        return median(self.seen[near])
+        return median(self.seen[nearest(self.seen, degree)])
 
 
 def _transfers(samples: Iterable[Sample], layout: Plan) -> dict[int, float]:

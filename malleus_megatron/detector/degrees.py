@@ -53,7 +53,7 @@ class DegreeTimes:
             return known[degree]
         if not known:
             raise BadInputError(f"No GPU has timed a layer yet: degree {degree} has no time.")
-        near = _nearest(known, degree)
+        near = nearest(known, degree)
         return known[near] * near / degree
 
     def is_within_reach(self, degree: int) -> bool:
@@ -70,7 +70,7 @@ class DegreeTimes:
 
     def is_plausible(self, degree: int, time_s: float) -> bool:
         """True if healthy GPUs could take that long: else slow ones at a new degree were seen."""
-        near = _nearest(known := self._known(), degree)
+        near = nearest(known := self._known(), degree)
         ends = known[near], known[near] * near / degree
         return min(ends) / _PLAUSIBLE <= time_s <= max(ends) * _PLAUSIBLE
 
@@ -106,6 +106,6 @@ class DegreeTimes:
         return dict(self.learned) | dict(self.prior)
 
 
-def _nearest(degrees: Iterable[int], degree: int) -> int:
+def nearest(degrees: Iterable[int], degree: int) -> int:
     """The one with the ratio nearest to 1, the larger of two."""
     return min(degrees, key=lambda other: (abs(math.log(other / degree)), -other))

@@ -99,10 +99,9 @@ class Conversation:
         except (SidecarError, BadInputError) as error:
             return Turn(warnings=self._failed(str(error)))
         self._failures = 0
-        if decision is not None:
-            self._went_well()
         warnings: tuple[str, ...] = ()
         if decision is not None:
+            self._went_well()
             warnings = self._once(_unmeasured(decision)) + self._once(
                 decision.warning or None, as_what=_DIGITS.sub("", decision.warning)
             )
