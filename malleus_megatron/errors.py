@@ -48,6 +48,10 @@ class SidecarError(MalleusError):
     """The sidecar is away or answered nonsense. Training never depends on it."""
 
 
+class NoJobError(SidecarError):
+    """The sidecar was asked about a job that nobody has described to it."""
+
+
 def sentence(text: object) -> str:
     """A message of others, to be followed by a sentence of ours: it ends as one does."""
     words = str(text).strip()

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from malleus_megatron.errors import BadInputError
+from malleus_megatron.errors import BadInputError, NoJobError
 from malleus_megatron.pages.page import content_policy
 from malleus_megatron.sidecar.gate import TokenGate
 from malleus_megatron.sidecar.protocol import MAX_MESSAGE_BYTES, decode, encode
-from malleus_megatron.sidecar.service import NoJobError, Service
+from malleus_megatron.sidecar.service import Service
 
 type _Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import Decision, JobDescription, Observation
-from malleus_megatron.errors import BadInputError, SidecarError, sentence
+from malleus_megatron.errors import BadInputError, NoJobError, SidecarError, sentence
 from malleus_megatron.plan.plan import check_world
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.outbox import Outbox
@@ -112,8 +112,7 @@ class Conversation:
         if self._transport is None:
             self._transport = self._sidecar.connect()
         if not self._job_is_known:
-            job = protocol.encode(protocol.job_to_json(self._described, self._policy))
-            protocol.decode(self._transport("/v1/job", job), "The sidecar's answer")
+            self._send("/v1/job", protocol.job_to_json(self._described, self._policy))
             self._job_is_known = True
 
     def _decision(self, observation: Observation) -> Decision:
@@ -139,6 +138,14 @@ class Conversation:
         return () if self._page is None or self._page == page else (f"status page: {self._page}",)
 
     def _ask(self, path: str, document: dict[str, object]) -> dict[str, object]:
+        try:
+            return self._send(path, document)
+        except NoJobError:  # it was started anew between two exchanges: nothing has failed
+            self._job_is_known = False
+            self._introduce()
+            return self._send(path, document)
+
+    def _send(self, path: str, document: dict[str, object]) -> dict[str, object]:
         assert self._transport is not None
         body = self._transport(path, protocol.encode(document))
         return protocol.decode(body, "The sidecar's answer")

@@ -5,16 +5,12 @@ from typing import Any
 from malleus_megatron.control.controller import Controller
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.values import JobDescription
-from malleus_megatron.errors import SidecarError
+from malleus_megatron.errors import NoJobError
 from malleus_megatron.plan.fields import required
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.metrics import metrics_text
 from malleus_megatron.sidecar.monitor import Monitor
 from malleus_megatron.sidecar.status_page import CachedPage
-
-
-class NoJobError(SidecarError):
-    """Something was asked about the job before the job was described."""
 
 
 class Service:

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlsplit
 
-from malleus_megatron.errors import BadInputError, SidecarError
+from malleus_megatron.errors import BadInputError, NoJobError, SidecarError
 from malleus_megatron.sidecar.protocol import MAX_MESSAGE_BYTES
 
 type Transport = Callable[[str, bytes], bytes]
@@ -62,6 +62,7 @@ class HttpTransport:
         """Exchange one document.
 
         Raises:
+            NoJobError: it knows no job, as one that was started a moment ago does.
             SidecarError: no answer in time, none at all, too long a one, or a refusal.
         """
         timeout_s = self._timeout_s
@@ -84,7 +85,8 @@ class HttpTransport:
             connection.close()
         if response.status != HTTPStatus.OK:
             text = answer[:200].decode(errors="replace")
-            raise SidecarError(f"{self.url}{path} answered {response.status}: {text!r}.")
+            kind = NoJobError if response.status == HTTPStatus.CONFLICT else SidecarError
+            raise kind(f"{self.url}{path} answered {response.status}: {text!r}.")
         return answer
 
     def _read(self, response: HTTPResponse, timeout_s: float, deadline: float) -> bytes:

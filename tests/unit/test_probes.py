@@ -7,11 +7,11 @@ import pytest
 from malleus_megatron.adapter.probes import ProbeWatch, probe_words
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.policy import Policy
-from malleus_megatron.errors import SidecarError
+from malleus_megatron.errors import NoJobError, SidecarError
 from malleus_megatron.sidecar import protocol
 from malleus_megatron.sidecar.client import SidecarClient
 from malleus_megatron.sidecar.conversation import Turn
-from malleus_megatron.sidecar.service import NoJobError, Service
+from malleus_megatron.sidecar.service import Service
 from tests.unit.sidecar_cases import JOB, PLAN, observation
 
 NO_PROBE = BoundaryRow()

@@ -131,6 +131,31 @@ def test_after_a_failure_the_job_is_described_again(sidecar: FakeSidecar) -> Non
     assert sidecar.paths[-2:] == ["/v1/job", "/v1/samples"]
 
 
+def test_a_sidecar_that_was_replaced_between_two_exchanges_is_no_failure(
+    sidecar: FakeSidecar,
+) -> None:
+    """Its owner may start it anew; the job tells it what it needs and goes on."""
+    conversation = talk(sidecar)
+    conversation.exchange(observation(1))
+    sidecar.service = Service()
+    turn = conversation.exchange(observation(2), rejected=[("a-plan", "of the former process")])
+    assert turn.decision == Decision(iteration=2)
+    assert turn.warnings == ()
+    assert sidecar.paths[2:] == ["/v1/rejected", "/v1/job", "/v1/rejected", "/v1/samples"]
+
+
+def test_a_sidecar_that_forgets_the_job_at_once_is_a_failure(sidecar: FakeSidecar) -> None:
+    def forget(path: str, body: bytes) -> bytes:
+        sidecar.service = Service()
+        return sidecar.serve(path, body)
+
+    sidecar.answer = forget
+    conversation = talk(sidecar)
+    (warning,) = conversation.exchange(observation(1)).warnings
+    assert "No job is known here" in warning
+    assert sidecar.paths == ["/v1/job", "/v1/samples"] * 2
+
+
 def test_the_same_description_again_forgets_nothing(sidecar: FakeSidecar) -> None:
     conversation = talk(sidecar)
     for k in (1, 2):

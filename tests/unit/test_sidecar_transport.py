@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from malleus_megatron.config import MalleusConfig
-from malleus_megatron.errors import SidecarError
+from malleus_megatron.errors import NoJobError, SidecarError
 from malleus_megatron.sidecar import transport
 from malleus_megatron.sidecar.client import start_sidecar
 from malleus_megatron.sidecar.transport import HttpTransport
@@ -113,6 +113,14 @@ def test_each_fault_is_one_sentence(behave: Behaviour, message: str) -> None:
         with pytest.raises(SidecarError, match=message):
             ask("/v1/job", b"{}")
         assert time.monotonic() - start < 2
+
+
+def test_a_sidecar_without_the_job_can_be_told_from_one_that_fails() -> None:
+    with (
+        server(says(page(b"Describe it first", "409 Conflict"))) as url,
+        pytest.raises(NoJobError, match="answered 409: 'Describe it first'"),
+    ):
+        HttpTransport(url)("/v1/samples", b"{}")
 
 
 def test_an_answer_that_was_cut_off_is_handed_on_as_it_is() -> None:
