@@ -24,20 +24,20 @@ from malleus_megatron.cli.demo_summary import Change, Script, summarise, table
 from malleus_megatron.cli.report import write_report
 from malleus_megatron.errors import MalleusError
 
-NUM_RANKS = 4
-MICRO_BATCHES = 8
-LAYER_FORWARD_S = {"1": 0.036, "2": 0.020}
-LAYER_BACKWARD_S = {"1": 0.072, "2": 0.040}
+NUM_RANKS = 8
+LAYER_FORWARD_S = {"1": 0.072, "2": 0.040, "4": 0.0225}
+LAYER_BACKWARD_S = {"1": 0.144, "2": 0.080, "4": 0.045}
+"""By TP degree; long enough for eight processes on two cores."""
 JOB_TIME_LIMIT_S = 900
 SCRIPT = Script(
     changes=(
         Change(iteration=6, name="GPU 0 at rate 3", rates={0: 3.0}),
-        Change(iteration=15, name="GPU 3 at rate 2 too", rates={0: 3.0, 3: 2.0}),
+        Change(iteration=15, name="GPU 6 at rate 5 too", rates={0: 3.0, 6: 5.0}),
         Change(iteration=24, name="both healthy again", rates={}),
     ),
-    plan="8 x (0-1:4 | 2-3:4)",
-    micro_batches=(8,),
-    num_iterations=48,
+    plan="4 x (0-1:4 | 4-5:4), 4 x (2-3:4 | 6-7:4)",
+    micro_batches=(4, 4),
+    num_iterations=44,
 )
 
 RECIPE = (
@@ -89,7 +89,8 @@ def main(arguments: argparse.Namespace) -> int:
     _clear(files)
     say = _teller(quiet=arguments.json)
     say(
-        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 stages of TP degree 2), real text. "
+        f"A GPT of 8 layers on {NUM_RANKS} CPU processes (2 pipelines, each of 2 stages of TP "
+        "degree 2), real text. "
         "Paced: every layer is held to a set time, as if each process were a GPU."
     )
     recipe = [*RECIPE, "--train-iters", str(SCRIPT.num_iterations), *_data(files)]
