@@ -79,7 +79,8 @@ SLOW_MACHINE = "The pace is not held: 30 of 100 layer calls took longer than it 
         ([], 0),
         ([(ENDED, 5)], 0),
         ([(ENDED, 4)], 0),  # killed while iteration 5 ran
-        ([(ENDED, 3)], 1),
+        ([(ENDED, 3)], 0),  # killed before rank 0 has told the end of iteration 4
+        ([(ENDED, 2)], 1),
         ([(ENDED, 6), (ENDED, 7)], 1),
         ([(ENDED, 6), (ENDED, 30)], 0),
         ([(ENDED, 6), (ENDED, 30), (ENDED, 31)], 1),

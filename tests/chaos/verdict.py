@@ -97,8 +97,9 @@ def unexplained(
                 entry
                 for entry in left
                 if entry[1] is not None
-                # A fault begins in an iteration; rank 0 may warn before that has ended.
-                and entry[0].iteration <= one.iteration + 1
+                # A fault begins when another rank has recorded the loss before its iteration;
+                # rank 0 may warn before it has told the end of either.
+                and entry[0].iteration <= one.iteration + 2
                 and re.search(entry[1], one.text)
             ),
             None,
