@@ -124,7 +124,7 @@ def finish_setup(setup: JobSetup, built: tuple[list[Any], Any, Any]) -> Job:
     try:
         check_required(setup.decision, setup.config.require)
         check_plans(setup.inputs, current, get_args(), memory)
-        clock = _clock(setup, layers)
+        clock = _clock(setup, layers, built[0])
         freedom = None if ground is None else _limited(ground.freedom, memory)
         if setup.events is not None:
             reporter = _reporter(setup, current, freedom, setup.events)
@@ -279,10 +279,10 @@ def _nominal(agreement: Agreement, num_layers: int) -> Plan:
     return grid_plan(cells, get_num_microbatches() * pipelines)
 
 
-def _clock(setup: JobSetup, layers: list[Any]) -> LayerClock:
+def _clock(setup: JobSetup, layers: list[Any], model: list[Any]) -> LayerClock:
     clock = LayerClock(
         gpu=setup.agreement.rank,
-        device=torch.device("cuda" if _on_gpu(layers) else "cpu"),
+        device=_device_of(model),
         pace=setup.inputs.pace,
         injection=setup.inputs.injection,
     )
@@ -292,8 +292,10 @@ def _clock(setup: JobSetup, layers: list[Any]) -> LayerClock:
     return clock
 
 
-def _on_gpu(layers: list[Any]) -> bool:
-    return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
+def _device_of(model: list[Any]) -> torch.device:
+    """Where a rank computes: a stage without layers, of embedding or loss alone, does so too."""
+    on_gpu = any(parameter.is_cuda for chunk in model for parameter in chunk.parameters())
+    return torch.device("cuda" if on_gpu else "cpu")
 
 
 def _reporter(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from malleus_megatron.runtime.windows import LayerCall, Phase, Window, Windows
+from malleus_megatron.runtime.windows import LayerCall, Phase, Window, Windows, in_backward
 
 
 class LayerHooks:
@@ -73,7 +73,7 @@ class LayerHooks:
             self._end_call(LayerCall(windows=(*recomputed, window), is_training=True))
 
     def _before_forward(self, layer: int, module: nn.Module, args: Any) -> None:  # noqa: ARG002
-        if not _in_backward():
+        if not in_backward():
             self._forget_open()
         self._windows.open(layer, Phase.forward)
 
@@ -83,7 +83,7 @@ class LayerHooks:
         window = self._windows.innermost
         if window is None or window.layer != layer or window.phase is not Phase.forward:
             return
-        if _in_backward():
+        if in_backward():
             self._windows.close(window)
             self._recomputed[layer].append(window)
         else:
@@ -131,10 +131,6 @@ class _BackwardWatch:
     def end(self, gradient: Tensor | None = None) -> None:  # noqa: ARG002
         if self._window is not None:
             self._hooks.backward_ends(self._window)
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
 
 
 def _input_of(args: Any, kwargs: Any) -> Any:

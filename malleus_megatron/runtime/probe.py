@@ -59,11 +59,12 @@ class Probe:
         clock.start_iteration(iteration)
         with torch.enable_grad():
             for _ in range(NUM_PASSES):
+                # A leaf of each pass: the clock's hooks on it end with the pass.
+                hidden_states = self._layer.input.detach().requires_grad_()
                 with clock.stage_forward():
-                    out = self._layer(self._layer.input)
+                    out = self._layer(hidden_states)
                 with clock.stage_backward():
                     out.backward(self._layer.gradient)
-        self._layer.input.grad = None
         clock.finish_iteration()
 
     def time_s(self) -> float | None:
@@ -88,7 +89,7 @@ class _Load(nn.Module):
         super().__init__()
         eye = torch.eye(width, device=device, dtype=dtype)
         self.weight = nn.Parameter(eye, requires_grad=False)
-        self.input = torch.ones_like(eye).requires_grad_()
+        self.input = torch.ones_like(eye)
         self.gradient = torch.ones_like(eye)
 
     def forward(self, hidden_states: Tensor) -> Tensor:

@@ -18,16 +18,18 @@ _ON_THE_STREAM = tuple(
     f"torch.distributed.distributed_c10d.ProcessGroup.{name}"
     for name in (
         "allreduce",
+        "broadcast",
         "allgather",
         "all_gather_single",
         "_allgather_base",
+        "reduce_scatter",
         "reduce_scatter_single",
         "_reduce_scatter_base",
         "all_to_all_single",
         "alltoall_base",
     )
 )
-"""What Megatron's and Transformer Engine's layers come down to, by the names of several torches."""
+"""What stages of Megatron and layers of Transformer Engine come down to; names of several torches."""
 
 
 def timed[**P, R](clock: LayerClock, original: Callable[P, R]) -> Callable[P, R]:

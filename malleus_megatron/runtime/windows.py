@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+
 from malleus_megatron.runtime.stopwatch import Mark, Stopwatch
 
 STAGE = -1
@@ -156,9 +158,13 @@ class Windows:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave what happens inside out of the open windows of this thread."""
+        """Leave what happens inside out of the open windows, if it is part of their work.
+
+        A backward on a GPU runs on a thread of autograd's; what other threads wait for, a
+        checkpoint's writer say, stretches no window.
+        """
         inner = self.innermost or self._stage
-        if self._paused or inner is None or inner.thread != threading.get_ident():
+        if self._paused or inner is None or not _works_in(inner):
             yield
             return
         self._paused = True
@@ -177,3 +183,13 @@ class Windows:
 
     def _mark(self) -> Mark:
         return self._stopwatch.mark() if self.takes_marks else None
+
+
+def in_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1  # noqa: SLF001
+
+
+def _works_in(window: Window) -> bool:
+    is_its_backward = window.phase is Phase.backward and in_backward()
+    return is_its_backward or window.thread == threading.get_ident()

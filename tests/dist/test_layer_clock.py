@@ -1,5 +1,6 @@
 """Samples of an iteration: medians, counts, what is left out, and when there is none."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -238,6 +239,72 @@ def test_on_a_gpu_the_streams_waits_in_collectives_are_replaced_too() -> None:
     targets = [row.target for row in on_gpu]
     assert targets[:2] == [f"{module}.Work.wait", f"{module}.ProcessGroup.allreduce"]
     assert [row.target for row in on_gpu if not row.optional] == [f"{module}.Work.wait"]
+    # A stage's batch comes by broadcast; sequence parallelism reduces and scatters.
+    names = {target.rpartition(".")[2] for target in targets}
+    assert names >= {"broadcast", "reduce_scatter", "allgather", "_allgather_base"}
+
+
+class _Collective(torch.autograd.Function):
+    """The identity, whose backward waits, as that of a vocabulary-parallel head does."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, job: Job) -> Tensor:
+        ctx.job = job
+        return hidden_states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with ctx.job.clock.pause():
+            ctx.job.stopwatch.advance(5000.0)
+        return gradient.clone(), None
+
+
+@pytest.mark.parametrize("of_the_engine", [False, True])
+def test_a_wait_outside_the_layers_is_no_compute_on_the_engines_thread_either(
+    monkeypatch: pytest.MonkeyPatch, *, of_the_engine: bool
+) -> None:
+    """On a GPU the backward runs on a thread of autograd's own."""
+    job = Job(monkeypatch)
+
+    def backward(loss: Tensor) -> None:
+        runs = threading.Thread(target=loss.backward) if of_the_engine else None
+        with job.clock.stage_backward():
+            if runs is None:
+                loss.backward()
+            else:
+                runs.start()
+                runs.join()
+            job.stopwatch.advance(20.0)
+
+    job.clock.start_iteration(1)
+    backward(_Collective.apply(job.forward(), job))
+    job.clock.finish_iteration()
+    sample = job.clock.read()
+    assert sample is not None
+    assert sample.stage_backward_s == 323.0
+
+
+def test_what_another_thread_waits_for_is_nothing_of_the_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The writer of a checkpoint, say, while a backward runs."""
+    job = Job(monkeypatch)
+
+    def write() -> None:
+        with job.clock.pause():
+            job.stopwatch.advance(5.0)
+
+    job.clock.start_iteration(1)
+    loss = job.forward()
+    with job.clock.stage_backward():
+        loss.backward()
+        writer = threading.Thread(target=write)
+        writer.start()
+        writer.join()
+    job.clock.finish_iteration()
+    sample = job.clock.read()
+    assert sample is not None
+    assert sample.stage_backward_s == 308.0
 
 
 def test_on_a_gpu_a_sample_tells_what_collectives_took(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,16 @@ def times_s(probe: Probe, iteration: int, number: int = 3) -> float:
     return statistics.median(found)
 
 
+def test_a_probe_leaves_nothing_behind() -> None:
+    """A GPU may be on standby for weeks, probed at every step."""
+    probe = Probe(gpu=3, device=CPU)
+    for iteration in range(1, 4):
+        probe.run(iteration)
+    for tensor in (probe._layer.input, probe._layer.gradient, probe._layer.weight):
+        assert not tensor._backward_hooks
+        assert tensor.grad is None
+
+
 @pytest.mark.parametrize("rate", [1.5, 2.57])
 def test_the_rate_of_a_paced_probe_is_the_injected_one(rate: float) -> None:
     probe = Probe(gpu=3, device=CPU, pace=PACE, injection=slow_from(5, rate))

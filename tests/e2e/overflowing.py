@@ -1,14 +1,17 @@
 """A job, stock or ours, in which one rank's gradients overflow at some iterations.
 
+Megatron's kernel for many tensors refuses an empty list of them, as apex's does.
+
 Environment: OVERFLOW_RANK and OVERFLOW_AT, iterations from 1 with commas between them.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import optimizer
 
 from malleus_megatron import pretrain_gpt
 
@@ -30,7 +33,17 @@ def overflowing(zero_grad_buffer: Callable[[Any], None]) -> Callable[[Any], None
     return zero_and_spoil
 
 
+def refusing_none(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_to_some(kernel: Any, flag: Any, lists: Sequence[Sequence[Any]], *more: Any) -> Any:
+        if not lists[0]:
+            raise RuntimeError("tensor_lists[0].size() must be greater than 0")
+        return apply(kernel, flag, lists, *more)
+
+    return apply_to_some
+
+
 def main() -> None:
+    optimizer.multi_tensor_applier = refusing_none(optimizer.multi_tensor_applier)
     DistributedDataParallel.zero_grad_buffer = overflowing(DistributedDataParallel.zero_grad_buffer)
     pretrain_gpt.main()
 

@@ -1,6 +1,8 @@
 """The layer clock on a real GPU: times, no waiting for the device, injection. `make gpu-check`."""
 
 import time
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from malleus_megatron.detector.samples import Sample
 from malleus_megatron.plan.injection import InjectedRate, Injection
 from malleus_megatron.runtime.layer_clock import LayerClock
+from malleus_megatron.runtime.probe import Probe
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,6 +117,52 @@ def test_a_pause_on_the_host_is_not_compute() -> None:
     sample = job.clock.read()
     assert sample is not None
     assert sample.stage_forward_s < 0.15 + NUM_LAYERS * sample.layer_forward_s
+
+
+class Waiting(torch.autograd.Function):
+    """The identity; its backward waits on the stream, as a head's does for its TP group."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: Tensor, clock: LayerClock) -> Tensor:
+        ctx.clock = clock
+        return hidden_states.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with ctx.clock.pause():
+            torch.cuda._sleep(int(1e9))  # around half a second
+        return gradient.clone(), None
+
+
+def test_a_wait_on_the_stream_in_a_backward_is_not_compute() -> None:
+    """Autograd runs it on a thread of its own."""
+    job = Job()
+    usual = job.sample(1)
+    job.clock.start_iteration(2)
+    with job.clock.stage_forward():
+        loss = Waiting.apply(job.forward(), job.clock)
+    with job.clock.stage_backward():
+        loss.backward()
+    job.clock.finish_iteration()
+    torch.cuda.synchronize()
+    sample = job.clock.read()
+    assert sample is not None
+    assert sample.stage_backward_s < 2 * usual.stage_backward_s + 0.05
+
+
+def test_a_probe_takes_the_same_time_after_thousands() -> None:
+    probe = Probe(gpu=0, device=torch.device("cuda", torch.cuda.current_device()))
+
+    def time_s(iteration: int) -> float:
+        torch.cuda.synchronize()
+        probe.run(iteration)
+        torch.cuda.synchronize()
+        found = probe.time_s()
+        assert found is not None
+        return found
+
+    times = [time_s(iteration) for iteration in range(3000)]
+    assert median(times[-100:]) == pytest.approx(median(times[100:200]), rel=0.05)
 
 
 def test_an_injected_rate_is_measured_as_it_was_asked() -> None:

@@ -43,8 +43,7 @@ def test_losses_are_stocks_and_every_iteration_is_measured(tmp_path: Path) -> No
     assert_same_training(ours, stock, relative=0)
     events = read_lines(tmp_path / "events.jsonl")
     level = next(event for event in events if event["event"] == "level")
-    assert level["level"] == "observe"
-    assert "one pipeline" in level["reason"]
+    assert level["level"] == "reshape"
     rates = [event["rates"] for event in events if event["event"] == "rates"]
     assert rates, "no timing of the layers has reached the sidecar"
     assert rates[-1]["0"] == pytest.approx(1.0)

@@ -3,13 +3,14 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import optimizer as core_optimizer
+from megatron.core.extensions import transformer_engine
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import Float16Module
@@ -20,6 +21,9 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from malleus_megatron.adapter.reshape.buckets import OwnerBuckets
 from malleus_megatron.adapter.reshape.shards import OwnerShards
 from malleus_megatron.adapter.reshape.view import View, changed
+
+type _TeArguments = Callable[[Any], dict[str, Any]]
+"""Megatron's: from its configuration to what Transformer Engine's layers are made with."""
 
 _SEEDS_APART = 1_000_003
 """Between the seeds of one iteration and the next: far more than Megatron adds for a stage."""
@@ -108,11 +112,14 @@ class StageBuilder:
         """The model of a plan's stage without memory on the device: names, shapes, metadata."""
         config = self.config
         settings = {"use_cpu_initialization": True, "init_model_with_meta_device": True}
+        te_arguments = transformer_engine._get_extra_te_kwargs  # noqa: SLF001
+        te_settings = {"_get_extra_te_kwargs": described_alone(te_arguments)}
         with contextlib.ExitStack() as stack:
             stack.enter_context(view.shown_with(config))
             stack.enter_context(_without_initialisation(config))
             stack.enter_context(changed(config, settings))
             stack.enter_context(torch.device("meta"))
+            stack.enter_context(changed(transformer_engine, te_settings))
             module = self._model.get_builder_cls()(self._model).build_model(view.collection)
         in_half = config.bf16 or config.fp16
         return Float16Module(config, module) if in_half else module
@@ -179,6 +186,9 @@ class StageBuilder:
                 model_parallel_group=view.collection.mp if view.collection else None,
                 pg_collection=view.collection,
             )
+        if hasattr(inner, "_dummy_overflow_buf"):
+            # No half-precision copies to fill: apex refuses to copy an empty list by its kernel.
+            inner._dummy_overflow_buf = None  # noqa: SLF001
         update = inner.step_with_ready_grads
 
         def update_and_gather() -> bool:
@@ -236,6 +246,19 @@ def reseed(view: View, iteration: int) -> None:
             use_cudagraphable_rng=False,
             **groups,
         )
+
+
+def described_alone(te_arguments: _TeArguments) -> _TeArguments:
+    """Transformer Engine's layers get no memory, though Megatron says that the CPU makes them.
+
+    Megatron's own layers need CPU initialization to keep off the device; for Transformer Engine's
+    it outweighs `init_model_with_meta_device`.
+    """
+
+    def with_meta_device(config: Any) -> dict[str, Any]:
+        return te_arguments(config) | {"device": "meta"}
+
+    return with_meta_device
 
 
 @contextlib.contextmanager
