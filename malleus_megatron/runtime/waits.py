@@ -29,7 +29,7 @@ _ON_THE_STREAM = tuple(
         "alltoall_base",
     )
 )
-"""What stages of Megatron and layers of Transformer Engine come down to; names of several torches."""
+"""Of a stage of Megatron or a layer of Transformer Engine, under the names of several torches."""
 
 
 def timed[**P, R](clock: LayerClock, original: Callable[P, R]) -> Callable[P, R]:
