@@ -279,14 +279,15 @@ class Job:
     def _cross_boundary(self) -> None:
         iteration = self._iteration or 0
         offer = self._changes.offer()
-        rows = self._exchange(offer=offer)
-        self._check_loss(rows)
-        if self.may_reshape and not all(row.has_data for row in rows):
+        said = self._exchange(offer=offer)
+        if self.moves_microbatches and not said.loss_is_per_token:
+            self._changes.sink(Level.observe, LEGACY_LOSS, iteration)
+        if self.may_reshape and not said.has_data:
             self._changes.sink(Level.rebalance, NO_DATA, iteration)
-        num_bytes = int(rows[0].offer_bytes)
+        num_bytes = int(said.offer_bytes)
         if num_bytes:
             self._changes.consider(offer, num_bytes, iteration)
-        if rows[0].asks_probe:
+        if said.asks_probe:
             self._probe_all(iteration)
 
     def _probe_all(self, iteration: int) -> None:
@@ -300,8 +301,8 @@ class Job:
         if self.pipeline is not None:  # others do so in the step
             self.probes.run(iteration)
 
-    def _exchange(self, *, offer: bytes) -> list[BoundaryRow]:
-        """Give all ranks this rank's row; rank 0 reports the table."""
+    def _exchange(self, *, offer: bytes) -> BoundaryRow:
+        """Give rank 0 this rank's row and hear what it says to all; it reports the table."""
         row = replace(self._row(), offer_bytes=float(len(offer)))
         rates = b""
         if self._reporter is not None:
@@ -313,21 +314,27 @@ class Job:
             if self.scalars is not None:
                 rates = self._reporter.take_rates()
                 row = replace(row, rates_bytes=float(len(rates)))
-        rows = [BoundaryRow.of(row) for row in self._agreement.exchange(row.numbers())]
+        table: list[BoundaryRow] = []
+
+        def conclude(rows: list[list[float]]) -> list[float]:
+            table.extend(map(BoundaryRow.of, rows))
+            return BoundaryRow.for_all(table).numbers()
+
+        said = BoundaryRow.of(self._agreement.consult(row.numbers(), conclude))
         self._share_memory()
-        if rows[0].asks_readings:
+        if said.asks_readings:
             self._share_readings()
         if self.scalars is not None:
-            if rows[0].rates_bytes:
-                num_bytes = int(rows[0].rates_bytes)
+            if said.rates_bytes:
+                num_bytes = int(said.rates_bytes)
                 self.scalars.learn(self._agreement.broadcast(rates, num_bytes))
-            self.scalars.write(rows[0], self._current)
+            self.scalars.write(said, self._current)
         if self._reporter is not None:
-            self._reporter.iteration(rows, self._current)
+            self._reporter.iteration(table, self._current)
         if self.trace is not None:
             self.trace.share()
         self._finished = None
-        return rows
+        return said
 
     def _share_memory(self) -> None:
         """Where a step was measured, on all ranks at the same boundary: let all learn from all."""
@@ -374,11 +381,6 @@ class Job:
             self._loss_is_per_token = all(
                 getattr(value, "numel", lambda: 0)() == 2 for value in losses[0].values()
             )
-
-    def _check_loss(self, rows: list[BoundaryRow]) -> None:
-        """Go down to observe together if any rank saw a loss that cannot be split unequally."""
-        if self.moves_microbatches and not all(row.loss_is_per_token for row in rows):
-            self._changes.sink(Level.observe, LEGACY_LOSS, self._iteration or 0)
 
 
 def _needs_nominal_stages() -> bool:

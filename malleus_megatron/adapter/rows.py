@@ -1,7 +1,8 @@
-"""The row of numbers that each rank gives to all others at an iteration boundary."""
+"""The row of numbers that each rank gives to rank 0 at an iteration boundary, and gets back."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -54,6 +55,15 @@ class BoundaryRow:
         """From the tensor's row."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**dict(zip(names, numbers, strict=True)))
+
+    @classmethod
+    def for_all(cls, rows: Sequence[Self]) -> Self:
+        """Rank 0's row as it tells it to all: of data and loss it says what holds on every rank."""
+        return dataclasses.replace(
+            rows[0],
+            loss_is_per_token=min(row.loss_is_per_token for row in rows),
+            has_data=min(row.has_data for row in rows),
+        )
 
     def with_sample(self, sample: Sample | None) -> "BoundaryRow":
         """The row with a measured sample in it."""

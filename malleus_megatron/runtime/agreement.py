@@ -1,4 +1,4 @@
-"""What all ranks agree on: a small gloo group beside the training, with a time limit on each call.
+"""What all ranks agree on, over a channel beside the training, with a time limit on each call.
 
 Every method is a collective over the world: all ranks call it, in the same order. It carries rows
 of numbers and short texts, never tensors of the model.
@@ -11,9 +11,10 @@ from datetime import timedelta
 from typing import cast
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from malleus_megatron.errors import MalleusError, MigrationError
+from malleus_megatron.runtime.channel import Channel
 
 _log = logging.getLogger(__name__)
 _MAX_TEXT_BYTES = 2048
@@ -23,32 +24,41 @@ class Agreement:
     """The world's control channel. Its tensors live on the CPU, so no GPU is ever waited for."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """Make the group; a collective.
+        """Open the channel; a collective.
 
         Args:
             timeout: How long a rank waits for the others in any one call.
         """
-        self._timeout = timeout
-        group = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(group, dist.ProcessGroup), "the world holds every rank"
-        self._group = group
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
+        self._channel = Channel(timeout)
+        self.rank = self._channel.rank
+        self.world_size = self._channel.world_size
 
     def exchange(self, row: Sequence[float]) -> list[list[float]]:
         """Give every rank the rows of all ranks, by rank. Rows have the same length everywhere."""
-        mine = torch.tensor(row, dtype=torch.float64)
-        rows = torch.empty(self.world_size * len(row), dtype=torch.float64)
-        self._wait(dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True))
-        return rows.view(self.world_size, len(row)).tolist()
+        return _numbers(self._channel.all_gather(torch.tensor(row, dtype=torch.float64)))
+
+    def consult(
+        self, row: Sequence[float], conclude: Callable[[list[list[float]]], Sequence[float]]
+    ) -> list[float]:
+        """Give rank 0 the rows of all ranks, and all ranks what rank 0 makes of them.
+
+        Args:
+            row: This rank's; rows have the same length everywhere.
+            conclude: Called on rank 0 with all rows, by rank; must give as many numbers and not
+                fail.
+        """
+        rows = self._channel.gather(torch.tensor(row, dtype=torch.float64))
+        said = torch.tensor(row if rows is None else conclude(_numbers(rows)), dtype=torch.float64)
+        self._channel.broadcast(said)
+        return list(map(float, said))
 
     def broadcast(self, payload: bytes, num_bytes: int) -> bytes:
         """Give every rank the bytes of rank 0, whose length all ranks know already."""
         text = torch.zeros(num_bytes, dtype=torch.uint8)
         if self.rank == 0:
             text.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        self._wait(dist.broadcast(text, src=0, group=self._group, async_op=True))
-        return bytes(text.tolist())
+        self._channel.broadcast(text)
+        return text.numpy().tobytes()
 
     def gather(self, payload: bytes) -> list[bytes]:
         """Give every rank the bytes of all ranks, by rank; they may differ in length."""
@@ -57,9 +67,7 @@ class Agreement:
         mine = torch.zeros(longest, dtype=torch.uint8)
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        all_bytes = torch.empty(self.world_size * longest, dtype=torch.uint8)
-        self._wait(dist.all_gather_into_tensor(all_bytes, mine, group=self._group, async_op=True))
-        rows = all_bytes.view(self.world_size, longest).numpy()
+        rows = self._channel.all_gather(mine).numpy()
         return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def together[T](self, what: str, step: Callable[[], T]) -> T:
@@ -93,15 +101,13 @@ class Agreement:
 
         As long as none has, one number is all that passes.
         """
-        first = torch.tensor([self.rank if text else self.world_size])
-        self._wait(dist.all_reduce(first, dist.ReduceOp.MIN, group=self._group, async_op=True))
-        source = int(first)
+        source = self._channel.least(self.rank if text else self.world_size)
         if source == self.world_size:
             return None
         encoded = (text or "").encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        self._wait(dist.broadcast(found, src=source, group=self._group, async_op=True))
-        return bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
+        self._channel.broadcast(found, source)
+        return found.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
 
     def first_difference(self, text: str) -> str | None:
         """On every rank: how a rank's text differs from rank 0's, or None if all are equal."""
@@ -129,9 +135,10 @@ class Agreement:
             raised.on_all_ranks = True
             raise raised from error
 
-    def _wait(self, work: dist.Work | None) -> None:
-        if work is not None:
-            work.wait(self._timeout)
+
+def _numbers(rows: Tensor) -> list[list[float]]:
+    numbers: list[list[float]] = rows.tolist()
+    return numbers
 
 
 def _short(error: Exception) -> str:

@@ -1,13 +1,15 @@
 """Process groups by their set of ranks: made once, by all ranks in the same order, and kept."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-MAX_GROUPS = 512
-"""Beyond it groups of earlier plans are given up: a communicator takes device memory."""
+MAX_GROUPS = 32
+"""Of one rank. Beyond it groups of earlier plans are given up: a communicator takes memory of the
+device. An uneven plan for a thousand GPUs may need twice as many on a few of them; it has them."""
 
 
 class Groups:
@@ -48,16 +50,15 @@ class Groups:
         self._asked.clear()
 
     def trim(self) -> None:
-        """Give up the oldest groups beyond the limit, but none asked for since the last trim.
+        """Give up the oldest groups of ranks beyond the limit; none asked for since the last trim.
 
         To be called when a plan is in force, so that a switch that failed has lost nothing.
         """
+        number = Counter(rank for key in self._made for rank in key)
         for key in list(self._made):
-            if len(self._made) <= MAX_GROUPS:
-                break
-            if key in self._asked:
-                continue
-            self._give_up(key)
+            if key not in self._asked and any(number[rank] > MAX_GROUPS for rank in key):
+                self._give_up(key)
+                number.subtract(key)
         self._unused.clear()
         self._asked.clear()
 
