@@ -8,7 +8,7 @@ from math import inf, isinf
 from malleus_megatron.cost.bounds import node_throughput
 from malleus_megatron.cost.pipeline import pipeline_time_s
 from malleus_megatron.cost.prediction import PlanCosts, plan_costs
-from malleus_megatron.cost.validity import plan_faults
+from malleus_megatron.cost.validity import memory_shortages, plan_faults
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 from malleus_megatron.plan.problem import Problem
 from malleus_megatron.plan.rates import HEALTHY, Rates
@@ -40,6 +40,8 @@ class Explanation:
     nominal_step_time_s: float
     """The uniform plan at these rates; inf if it cannot run."""
     nominal_healthy_step_time_s: float
+    nominal_shortages: tuple[str, ...] | None
+    """What does not fit of the uniform plan; None if there is no such plan."""
     faults: tuple[str, ...]
 
 
@@ -69,6 +71,9 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
         stragglers=_stragglers(problem, plan, costs),
         nominal_step_time_s=_step_time_s(problem, nominal),
         nominal_healthy_step_time_s=_step_time_s(healthy, nominal),
+        nominal_shortages=None
+        if nominal is None
+        else tuple(memory_shortages(problem, nominal)),
         faults=tuple(plan_faults(problem, plan)),
     )
 
