@@ -74,8 +74,20 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
         nominal_shortages=None
         if nominal is None
         else tuple(memory_shortages(problem, nominal)),
-        faults=tuple(plan_faults(problem, plan)),
+        faults=(*plan_faults(problem, plan), *_left_out(problem, plan)),
     )
+
+
+def _left_out(problem: Problem, plan: Plan) -> list[str]:
+    """GPUs of the problem that the plan does not know: most likely it is another problem's."""
+    there = problem.cluster.num_gpus
+    missing = sorted(set(range(there)) - set(plan.all_gpus()))
+    if not missing:
+        return []
+    return [
+        f"The plan names {there - len(missing)} GPUs; the problem has {there}. The first that is "
+        f"missing is GPU {missing[0]}: a GPU without layers belongs into `standby`."
+    ]
 
 
 def uniform_plan(problem: Problem, num_pipelines: int) -> Plan | None:
@@ -129,7 +141,6 @@ def _stragglers(problem: Problem, plan: Plan, costs: PlanCosts) -> tuple[Straggl
     nodes = problem.cluster.nodes()
     node_of = problem.cluster.node_by_gpu()
     now = [_throughput(problem, [rates[gpu] for gpu in gpus]) for gpus in nodes]
-    used = {gpu for pipeline in plan.pipelines for gpu in pipeline.gpus}
     found = []
     for gpu, rate in enumerate(rates):
         if rate <= HEALTHY:
@@ -143,7 +154,7 @@ def _stragglers(problem: Problem, plan: Plan, costs: PlanCosts) -> tuple[Straggl
             StragglerCost(
                 gpu=gpu,
                 rate=rate,
-                standby=gpu not in used,
+                standby=gpu in plan.standby,
                 in_plan_s=0.0 if isinf(costs.step_time_s) else costs.step_time_s - without,
                 lost_share=gain / (sum(now) + gain),
             )

@@ -68,3 +68,29 @@ def test_without_a_uniform_plan_nothing_is_said_of_its_memory(tmp_path: Path, ca
     _, text, document = explained(tmp_path, capsys, asked, plan)
     assert "There is no uniform plan" in text
     assert document["nominal_fits"] is None
+
+
+def test_gpus_that_the_plan_does_not_know_are_a_fault(tmp_path: Path, capsys: Any) -> None:
+    asked = problem([4, 4], 8, 4, rates={"5": 3.0})
+    status, text, document = explained(tmp_path, capsys, asked, PLAN)
+    assert status == 2
+    fault = (
+        "The plan names 4 GPUs; the problem has 8. The first that is missing is GPU 4: "
+        "a GPU without layers belongs into `standby`."
+    )
+    assert document["faults"] == [fault]
+    assert f"FAULT: {fault}" in text
+    assert "): on standby" not in text
+
+    listed = PLAN | {"standby": [4, 5, 6, 7]}
+    status, text, document = explained(tmp_path, capsys, asked, listed)
+    assert (status, document["faults"]) == (0, [])
+    assert "GPU 5 (rate 3): on standby" in text
+
+
+def test_gpus_that_the_problem_does_not_have_are_an_error(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "p.json").write_text(json.dumps(problem([2], 8, 4)), encoding="utf-8")
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN), encoding="utf-8")
+    words = ["explain", str(tmp_path / "plan.json"), "--problem", str(tmp_path / "p.json")]
+    assert main(words) == 2
+    assert "The plan names GPU 2; the problem has 0..1." in capsys.readouterr().err
