@@ -71,9 +71,7 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
         stragglers=_stragglers(problem, plan, costs),
         nominal_step_time_s=_step_time_s(problem, nominal),
         nominal_healthy_step_time_s=_step_time_s(healthy, nominal),
-        nominal_shortages=None
-        if nominal is None
-        else tuple(memory_shortages(problem, nominal)),
+        nominal_shortages=None if nominal is None else tuple(memory_shortages(problem, nominal)),
         faults=(*plan_faults(problem, plan), *_left_out(problem, plan)),
     )
 
