@@ -20,7 +20,7 @@ def inventory() -> list[tuple[str, Replacement, str | None]]:
         UnsupportedMegatronError: a megatron-core whose version the table does not know.
     """
     check_version()
-    rows = [("seam", row) for row in seam_rows(Plugin(MalleusConfig()))]
+    rows = [("seam", row) for row in seam_rows(Plugin(MalleusConfig(trace=1)))]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rows += [("seam", row) for row in wait_rows(LayerClock(gpu=0, device=device))]
     if device.type == "cpu":

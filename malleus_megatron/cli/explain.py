@@ -69,6 +69,7 @@ def _document(plan: "Plan", found: "Explanation") -> dict[str, Any]:
         "memory_mib": found.costs.memory_mib,
         "nominal_step_time_s": _finite(found.nominal_step_time_s),
         "nominal_healthy_step_time_s": _finite(found.nominal_healthy_step_time_s),
+        "nominal_fits": None if found.nominal_shortages is None else not found.nominal_shortages,
         "stragglers": [
             asdict(cost) | {"rate": "inf" if math.isinf(cost.rate) else cost.rate}
             for cost in found.stragglers
@@ -107,7 +108,10 @@ def _nominal(found: "Explanation") -> str:
     healthy = f"{found.nominal_healthy_step_time_s:.6g} s with all GPUs healthy"
     if math.isinf(found.nominal_step_time_s):
         return f"The uniform plan cannot run: it needs a failed GPU ({healthy})."
-    return f"The uniform plan would take {found.nominal_step_time_s:.6g} s ({healthy})."
+    line = f"The uniform plan would take {found.nominal_step_time_s:.6g} s ({healthy})"
+    if found.nominal_shortages:
+        return f"{line}, but does not fit in memory. {found.nominal_shortages[0]}"
+    return f"{line}."
 
 
 def _finite(value: float) -> float | None:

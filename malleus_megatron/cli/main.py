@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,12 +21,30 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command; what it prints has been written when this returns.
 
     Returns:
-        0 done, 1 no feasible plan, 2 bad input or use.
+        0 done, 1 no feasible plan, 2 bad input or use, or output that cannot be written.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    status = 0
+    try:
+        try:
+            status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:  # a file's: standard output has no name
+            raise
+        # The interpreter flushes once more at its end; that must not fail, too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # else the reader has seen enough
+            reason = error.strerror or error
+            sys.stderr.write(f"malleus: standard output cannot be written: {reason}.\n")
+            return EXIT_BAD_INPUT
+    return status
+
+
+def _run(words: Sequence[str]) -> int:
     if not words or words[0] in {"-h", "--help"}:
         sys.stdout.write(_overview())
         return 0 if words else EXIT_BAD_INPUT

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from malleus_megatron.cli.outputs import write_output
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import Problem
 
@@ -42,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     seconds = time.monotonic() - started_s
     text = json.dumps(plan_to_json(plan), sort_keys=True, indent=None, allow_nan=False) + "\n"
     if arguments.out is not None:
-        _write(arguments.out, text)
+        write_output("--out", arguments.out, text)
     if arguments.json:
         sys.stdout.write(text)
     else:
@@ -54,15 +55,6 @@ def main(arguments: argparse.Namespace) -> int:
 def _tell(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
-
-
-def _write(path: Path, text: str) -> None:
-    from malleus_megatron.errors import BadInputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"--out {path}: {error.strerror or error}.") from error
 
 
 def _report(problem: Problem, plan: Plan) -> str:

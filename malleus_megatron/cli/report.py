@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from malleus_megatron.cli.outputs import check_ending, write_output
+
 if TYPE_CHECKING:
     from malleus_megatron.pages.log_folder import Log
     from malleus_megatron.pages.story import Story
@@ -35,6 +37,7 @@ def main(arguments: argparse.Namespace) -> int:
     from malleus_megatron.pages.log_folder import plans_of, read_log
     from malleus_megatron.pages.story import story_to_json, tell
 
+    check_ending("--out", arguments.out, (".html", ".htm"))
     folder = arguments.folder
     log = read_log(folder)
     run = _run(arguments.run, log)
@@ -46,7 +49,7 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.out is None:
             return 0
     out = arguments.out or folder / "report.html"
-    _write(out, _page(folder, log, run, story))
+    write_output("--out", out, _page(folder, log, run, story))
     if not arguments.json:
         sys.stdout.write(f"{story.headline}\nWritten: {out}\n")
     return 0
@@ -63,7 +66,9 @@ def write_report(folder: Path, out: Path) -> None:
 
     log = read_log(folder)
     history = log.runs[-1]
-    _write(out, _page(folder, log, len(log.runs), tell(history, plans_of(folder, history))))
+    write_output(
+        "--out", out, _page(folder, log, len(log.runs), tell(history, plans_of(folder, history)))
+    )
 
 
 def _page(folder: Path, log: "Log", run: int, story: "Story") -> str:
@@ -111,12 +116,3 @@ def _runs(log: "Log") -> list[dict[str, object]]:
             }
         )
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    from malleus_megatron.errors import BadInputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"--out {path}: {error.strerror or error}.") from error

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from malleus_megatron.cli.outputs import check_ending, write_output
+
 if TYPE_CHECKING:
     from malleus_megatron.plan.problem import Problem
     from malleus_megatron.simulator.policies import Settings
@@ -52,6 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     from malleus_megatron.simulator.report import document, table
     from malleus_megatron.simulator.trace import default_num_iterations
 
+    check_ending("--plot", arguments.plot, (".svg",))
     problem = read_problem(arguments.problem)
     trace = read_injection(arguments.trace)
     if problem.rates.by_gpu:
@@ -68,7 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
         tell=lambda name: _tell(f"{name} ..."),
     )
     if arguments.plot is not None:
-        _write(arguments.plot, svg(simulation, f"{arguments.problem.name}, {arguments.trace.name}"))
+        title = f"{arguments.problem.name}, {arguments.trace.name}"
+        write_output("--plot", arguments.plot, svg(simulation, title))
     if arguments.json:
         print(json.dumps(document(simulation), sort_keys=True, allow_nan=False))
     else:
@@ -99,12 +103,3 @@ def _settings(arguments: argparse.Namespace, problem: "Problem") -> "Settings":
 def _tell(line: str) -> None:
     sys.stderr.write(f"simulate: {line}\n")
     sys.stderr.flush()
-
-
-def _write(path: Path, text: str) -> None:
-    from malleus_megatron.errors import BadInputError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInputError(f"--plot {path}: {error.strerror or error}.") from error

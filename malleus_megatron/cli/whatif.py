@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from malleus_megatron.cli.outputs import check_ending
+
 if TYPE_CHECKING:
     from malleus_megatron.cli.own_trace import OwnTrace
     from malleus_megatron.whatif.rows import Rows
@@ -39,8 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     from malleus_megatron.whatif.trace_folder import other_generations, trace_files
     from malleus_megatron.whatif.uneven import is_uneven
 
-    if arguments.plot is not None and arguments.plot.suffix.lower() != ".svg":
-        raise BadInputError(f"--plot {arguments.plot}: the picture is SVG; name it so.")
+    check_ending("--plot", arguments.plot, (".svg",))
     files = trace_files(arguments.trace)
     others = other_generations(arguments.trace, files)
     if others:

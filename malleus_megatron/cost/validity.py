@@ -13,8 +13,16 @@ def plan_faults(problem: Problem, plan: Plan) -> list[str]:
     return [
         *_total_faults(problem, plan),
         *_group_faults(problem, plan),
-        *_memory_faults(problem, plan),
+        *memory_shortages(problem, plan),
     ]
+
+
+def memory_shortages(problem: Problem, plan: Plan) -> list[str]:
+    """Every stage that needs more memory than its GPUs may use, with the numbers."""
+    limit_mib, memory = memory_limit_mib(problem), problem.model.memory
+    if limit_mib is None or memory is None:
+        return []
+    return memory_faults(memory, plan, limit_mib)
 
 
 def memory_limit_mib(problem: Problem) -> float | None:
@@ -67,10 +75,3 @@ def _group_faults(problem: Problem, plan: Plan) -> list[str]:
             if stage.num_layers < 1:
                 faults.append(f"The TP group {list(stage.gpus)} has no layer; put it on standby.")
     return faults
-
-
-def _memory_faults(problem: Problem, plan: Plan) -> list[str]:
-    limit_mib, memory = memory_limit_mib(problem), problem.model.memory
-    if limit_mib is None or memory is None:
-        return []
-    return memory_faults(memory, plan, limit_mib)

@@ -98,7 +98,7 @@ class History:
         """Take in one event. An unknown kind is kept as it is.
 
         Raises:
-            BadInputError: it names no kind or no iteration, or its rates are none.
+            BadInputError: it names no kind or no iteration, or its rates or its time are none.
         """
         kind = str(required(dict(body), "event", "event"))
         iteration = as_int(required(dict(body), "iteration", kind), f"{kind}.iteration")
@@ -156,10 +156,13 @@ class History:
     def _add_step(self, iteration: int, body: Mapping[str, Any]) -> None:
         if self.steps and iteration <= self.steps[-1].iteration:
             raise BadInputError(f"Iteration {iteration} after {self.steps[-1].iteration}.")
+        step_time_s = number(body.get("step_time_s"))
+        if step_time_s is not None and not 0 <= step_time_s < math.inf:
+            raise BadInputError(f"iteration: step_time_s {step_time_s} is no time.")
         self.steps.append(
             Step(
                 iteration=iteration,
-                step_time_s=number(body.get("step_time_s")),
+                step_time_s=step_time_s,
                 loss=number(body.get("loss")),
                 generation=whole_number(body.get("generation")) or 0,
                 plan_id=str(body.get("plan", "")),

@@ -11,6 +11,8 @@ from malleus_megatron.plan.fields import as_dict
 from malleus_megatron.plan.plan import Plan
 
 _MOST_NOTES = 5
+_LONGEST_LINE = 2**20
+"""Bytes; no event is longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ def _take(line: bytes, runs: list[History]) -> str | None:
     """Add a line's event to its run; what is wrong with it, if anything is."""
     if not line.strip():
         return None
+    if len(line) > _LONGEST_LINE:
+        return f"{len(line)} bytes; at most {_LONGEST_LINE} are read"
     try:
         body = as_dict(json.loads(line), "the line")
         if not runs or begins_a_run(body, runs[-1]):

@@ -1,6 +1,8 @@
 """Reading fields of a JSON document: each function returns the value or says what is wrong."""
 
+import difflib
 import math
+from collections.abc import Collection
 from typing import Any
 
 from malleus_megatron.errors import BadInputError
@@ -50,6 +52,17 @@ def required(body: dict[str, Any], name: str, where: str) -> Any:
     if name not in body:
         raise BadInputError(f"{where}: the field {name!r} is missing.")
     return body[name]
+
+
+def only_known(body: dict[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse a field that nobody reads, but a comment: it is an optional one, misspelt."""
+    for name in body:
+        if name not in known and name != "comment":
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise BadInputError(
+                f"{where}: the field {_shown(name)} is not known; the nearest is {nearest!r}. "
+                "What people are to read belongs into 'comment'."
+            )
 
 
 def check_version(body: dict[str, Any], supported: int, where: str) -> None:

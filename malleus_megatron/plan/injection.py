@@ -1,13 +1,13 @@
 """injection.json: which GPUs are slowed down, by how much, and in which iterations."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.plan.codec import read_json
-from malleus_megatron.plan.fields import as_dict, as_int, as_list, required
+from malleus_megatron.plan.fields import as_dict, as_int, as_list, only_known, required
 from malleus_megatron.plan.rates import HEALTHY, check_rate
 
 LOWEST_RATE = 0.01
@@ -92,10 +92,10 @@ class Injection:
 
 
 def injection_from_json(document: Any, where: str = "injection") -> Injection:
-    """Read injection.json. Unknown fields are let through.
+    """Read injection.json.
 
     Raises:
-        BadInputError: a missing or wrong field; the message names the entry and the value.
+        BadInputError: a missing, wrong or unknown field; the message names the entry and the value.
     """
     entries = as_list(document, where)
     return Injection(
@@ -110,6 +110,7 @@ def read_injection(path: Path) -> Injection:
 
 def _entry(document: Any, where: str) -> InjectedRate:
     body = as_dict(document, where)
+    only_known(body, [field.name for field in fields(InjectedRate)], where)
     gpu = as_int(required(body, "gpu", where), f"{where}.gpu")
     start = as_int(required(body, "from_iteration", where), f"{where}.from_iteration")
     end = body.get("to_iteration")

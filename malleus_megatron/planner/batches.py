@@ -66,8 +66,11 @@ def filled(times: Sequence[TimeOf], counts: list[int], total: int) -> list[int]:
     """Hand out micro-batches until `total`, each to the pipeline that ends soonest with it."""
     queue = [(times[i](count + 1), i) for i, count in enumerate(counts)]
     heapq.heapify(queue)
-    for _ in range(total - sum(counts)):
-        _, i = queue[0]
+    for left in range(total - sum(counts), 0, -1):
+        end_s, i = queue[0]
+        if end_s == math.inf:  # none can do one more: it does not matter who has the rest
+            counts[i] += left
+            break
         counts[i] += 1
         heapq.heapreplace(queue, (times[i](counts[i] + 1), i))
     return counts

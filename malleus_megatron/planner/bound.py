@@ -78,9 +78,7 @@ class BoundSearch:
         self.program.clear()
         for number in range(ROUNDS):
             prices = self.prices
-            numbers = range(1, self.costs.num_microbatches + 1)
-            earned = [prices.per_microbatch * num + prices.per_pipeline for num in numbers]
-            mixes = self.mixer.curve(prices.by_group, limit_s, earned if whole else None)
+            mixes = self.mixer.curve(prices.by_group, limit_s, prices.earned if whole else None)
             if not mixes or self._contradiction(mixes):
                 return True
             if number > 0 and prices.objective <= SAFETY:
@@ -101,8 +99,7 @@ class BoundSearch:
         def rank(mix: Mix) -> tuple[bool, float, int]:
             num = mix.num_microbatches
             far = self.num_pipelines is not None and not usual / FAR <= num <= usual * FAR
-            earned = prices.per_microbatch * num + prices.per_pipeline
-            return (far, mix.price - earned, num)
+            return (far, mix.price - prices.earned(num), num)
 
         ranked = sorted(((rank(mix), mix) for mix in mixes), key=lambda pair: pair[0])
         return [mix for (_, loss, _), mix in ranked if loss < 0][:COLUMNS]

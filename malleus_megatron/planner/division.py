@@ -4,11 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from malleus_megatron.planner.batches import filled
 from malleus_megatron.planner.pipelines import Pattern, PipelineBook
 
 BISECTIONS = 12
+MOST_BISECTIONS = 60
+FEW_LEFT = 1024
+"""Micro-batches that may be handed out one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +42,20 @@ def divided(book: PipelineBook, patterns: Sequence[Pattern]) -> Division:
 
 def _safe_counts(book: PipelineBook, patterns: Sequence[Pattern], total: int) -> list[int]:
     number = Counter(patterns)
-    ones = [1] * len(patterns)
-    high_s = max(book.value(pattern, total) for pattern in number)
-    low_s = 0.0
-    if high_s == float("inf"):
-        return ones
+    ends_s = [book.value(pattern, total) for pattern in number]
+    if total <= FEW_LEFT and max(ends_s) == inf:
+        return [1] * len(patterns)
+    low_s, high_s = 0.0, max((end_s for end_s in ends_s if end_s < inf), default=0.0)
     counts = dict.fromkeys(number, 1)
-    for _ in range(BISECTIONS):
+    given = len(patterns)
+    for bisections in range(MOST_BISECTIONS):
+        if bisections >= BISECTIONS and total - given <= FEW_LEFT:
+            break
         middle_s = (low_s + high_s) / 2
         tried = {pattern: max(1, book.capacity(pattern, middle_s)) for pattern in number}
-        if sum(number[pattern] * count for pattern, count in tried.items()) <= total:
-            counts, low_s = tried, middle_s
+        able = sum(number[pattern] * count for pattern, count in tried.items())
+        if able <= total:
+            counts, given, low_s = tried, able, middle_s
         else:
             high_s = middle_s
     return [counts[pattern] for pattern in patterns]

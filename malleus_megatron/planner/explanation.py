@@ -8,7 +8,7 @@ from math import inf, isinf
 from malleus_megatron.cost.bounds import node_throughput
 from malleus_megatron.cost.pipeline import pipeline_time_s
 from malleus_megatron.cost.prediction import PlanCosts, plan_costs
-from malleus_megatron.cost.validity import plan_faults
+from malleus_megatron.cost.validity import memory_shortages, plan_faults
 from malleus_megatron.plan.plan import Pipeline, Plan, Stage
 from malleus_megatron.plan.problem import Problem
 from malleus_megatron.plan.rates import HEALTHY, Rates
@@ -40,6 +40,8 @@ class Explanation:
     nominal_step_time_s: float
     """The uniform plan at these rates; inf if it cannot run."""
     nominal_healthy_step_time_s: float
+    nominal_shortages: tuple[str, ...] | None
+    """What does not fit of the uniform plan; None if there is no such plan."""
     faults: tuple[str, ...]
 
 
@@ -69,8 +71,21 @@ def explain(problem: Problem, plan: Plan) -> Explanation:
         stragglers=_stragglers(problem, plan, costs),
         nominal_step_time_s=_step_time_s(problem, nominal),
         nominal_healthy_step_time_s=_step_time_s(healthy, nominal),
-        faults=tuple(plan_faults(problem, plan)),
+        nominal_shortages=None if nominal is None else tuple(memory_shortages(problem, nominal)),
+        faults=(*plan_faults(problem, plan), *_left_out(problem, plan)),
     )
+
+
+def _left_out(problem: Problem, plan: Plan) -> list[str]:
+    """GPUs of the problem that the plan does not know: most likely it is another problem's."""
+    there = problem.cluster.num_gpus
+    missing = sorted(set(range(there)) - set(plan.all_gpus()))
+    if not missing:
+        return []
+    return [
+        f"The plan names {there - len(missing)} GPUs; the problem has {there}. The first that is "
+        f"missing is GPU {missing[0]}: a GPU without layers belongs into `standby`."
+    ]
 
 
 def uniform_plan(problem: Problem, num_pipelines: int) -> Plan | None:
@@ -124,7 +139,6 @@ def _stragglers(problem: Problem, plan: Plan, costs: PlanCosts) -> tuple[Straggl
     nodes = problem.cluster.nodes()
     node_of = problem.cluster.node_by_gpu()
     now = [_throughput(problem, [rates[gpu] for gpu in gpus]) for gpus in nodes]
-    used = {gpu for pipeline in plan.pipelines for gpu in pipeline.gpus}
     found = []
     for gpu, rate in enumerate(rates):
         if rate <= HEALTHY:
@@ -138,7 +152,7 @@ def _stragglers(problem: Problem, plan: Plan, costs: PlanCosts) -> tuple[Straggl
             StragglerCost(
                 gpu=gpu,
                 rate=rate,
-                standby=gpu not in used,
+                standby=gpu in plan.standby,
                 in_plan_s=0.0 if isinf(costs.step_time_s) else costs.step_time_s - without,
                 lost_share=gain / (sum(now) + gain),
             )

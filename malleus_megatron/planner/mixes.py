@@ -14,7 +14,7 @@ sum_j (price_j + nu l_j y_j) under the first two lines. T is found in two ways, 
 * in whole groups: a knapsack over layers (`knapsack`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +22,12 @@ from malleus_megatron.planner.costs import ROUNDING, SearchCosts
 from malleus_megatron.planner.grouping import Group
 from malleus_megatron.planner.knapsack import Counts, Item, cheapest_cover, cheapest_line
 from malleus_megatron.planner.pipelines import Pattern
+
+EACH = 1024
+"""Up to so many micro-batches every number of them is looked at; beyond, where costs turn."""
+
+type Earned = Callable[[int], float]
+"""What a pipeline may cost by its number of micro-batches: a straight line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,41 +133,64 @@ class Mixer:
         self._steps = self._all_steps() if costs.fill else []
 
     def curve(
-        self, prices: Mapping[Group, float], limit_s: float, earned: Sequence[float] | None
+        self, prices: Mapping[Group, float], limit_s: float, earned: Earned | None
     ) -> list[Mix]:
         """For every m that a pipeline can do: a mix that none with m micro-batches undercuts.
+
+        Of many, only those between which a straight line undercuts all others: a line that is
+        below these mixes is below all, so nothing of a proof is lost.
 
         Args:
             prices: Of groups.
             limit_s: On the value.
-            earned: What a pipeline may cost by m, at index m - 1. Where fractions of groups cost
-                less, whole groups are looked at. None: fractions everywhere.
+            earned: Where fractions of groups cost less than this, whole groups are looked at.
+                None: fractions everywhere.
         """
         if self.costs.fill:
             return self._fill_curve(prices, limit_s, earned)
         return self._steady_curve(prices, limit_s, earned)
 
     def _steady_curve(
-        self, prices: Mapping[Group, float], limit_s: float, earned: Sequence[float] | None
+        self, prices: Mapping[Group, float], limit_s: float, earned: Earned | None
     ) -> list[Mix]:
         """Without fill only b = z / m matters."""
         found: list[Mix] = []
         num_layers = self.costs.num_layers
-        for num in range(1, self.costs.num_microbatches + 1):
+        for num, last in self._spans(limit_s):
             holding = self._holding(limit_s / num, limit_s / num)
             items = _worthwhile(holding, prices, by_place=self.costs.limits_memory)
             if not items or limit_s / num < self.least_slowest_s:
                 break
             best = min(items, key=lambda item: item.per_layer)
             count = num_layers / best.layers
-            mix = Mix(num, count * best.price, ((best.group, count),))
-            if earned is not None and mix.price < earned[num - 1]:
-                mix = Mix(num, *cheapest_cover(items, num_layers, self._rooms(items, num)))
+            mix = Mix(last, count * best.price, ((best.group, count),))
+            if earned is not None and mix.price < earned(last):
+                mix = Mix(last, *cheapest_cover(items, num_layers, self._rooms(items, num)))
                 self._meet(mix.counts)
             if mix.price == float("inf"):
                 break
             found.append(mix)
         return found
+
+    def _spans(self, limit_s: float) -> Iterator[tuple[int, int]]:
+        """Numbers of micro-batches, first and last, between which no kind's layers change.
+
+        The least price never falls with m. So the first one's holds for all, and the last one is
+        where it means most.
+        """
+        most = self.costs.num_microbatches
+        if most <= EACH:
+            lasts = set(range(1, most + 1))
+        else:
+            # With fewer micro-batches than stages the room of a stage depends on them, too.
+            lasts = {*range(1, self.costs.num_layers), int(limit_s / self.least_slowest_s), most}
+            for group, y_s in self.y_by_group.items():
+                for layers in range(1, self.most_layers[group] + 1):
+                    lasts.add(int(limit_s / (layers * y_s) * (1 + ROUNDING)))
+        first = 1
+        for last in sorted(last for last in lasts if 1 <= last <= most):
+            yield first, last
+            first = last + 1
 
     def _rooms(self, items: Sequence[Item], num_microbatches: int) -> list[list[int]]:
         """Most layers of each kind by place, counted from 1 at the last stage."""
@@ -182,34 +211,36 @@ class Mixer:
         return known
 
     def _fill_curve(
-        self, prices: Mapping[Group, float], limit_s: float, earned: Sequence[float] | None
+        self, prices: Mapping[Group, float], limit_s: float, earned: Earned | None
     ) -> list[Mix]:
         """For each m the least over all b. Between two b's the room is taken at the lower."""
         costs = self.costs
         room_s = limit_s - self.ends_s
-        least = [float("inf")] * costs.num_microbatches
-        origin: list[tuple[Trade, float] | None] = [None] * costs.num_microbatches
+        least: dict[int, tuple[float, Trade, float]] = {}
         least_s = costs.num_layers * self.fastest_s * (1 - ROUNDING)
         for slowest_s, holding in self._steps:
             if slowest_s > limit_s * (1 + ROUNDING):
                 break
             trade = Trade(_worthwhile(holding, prices, by_place=False), costs.num_layers)
-            most = min(costs.num_microbatches, 1 + int((room_s - least_s) / slowest_s))
-            for index in range(most):
-                fill_s = room_s - index * slowest_s
+
+            def slope_at(num: int, slowest_s: float = slowest_s, trade: Trade = trade) -> float:
+                fill_s = room_s - (num - 1) * slowest_s
                 price, slope = trade.price(fill_s)
-                while earned is not None and price < earned[index]:
+                while earned is not None and price < earned(num):
                     counts = trade.refine(slope)
                     if counts is None:
                         break
                     self._meet(counts)
                     price, slope = trade.price(fill_s)
-                if price < least[index]:
-                    least[index], origin[index] = price, (trade, fill_s)
+                if num not in least or price < least[num][0]:
+                    least[num] = price, trade, fill_s
+                return slope
+
+            most = min(costs.num_microbatches, 1 + int((room_s - least_s) / slowest_s))
+            visit_turns(slope_at, most)
         return [
-            Mix(index + 1, least[index], found[0].counts(found[1]))
-            for index, found in enumerate(origin)
-            if found is not None
+            Mix(num, price, trade.counts(fill_s))
+            for num, (price, trade, fill_s) in sorted(least.items())
         ]
 
     def _meet(self, counts: Counts) -> None:
@@ -270,3 +301,21 @@ def _above(left: Item, middle: Item, right: Item) -> bool:
     """True if the middle point is not below the line from left to right."""
     run = (middle.y_s - left.y_s) * (right.per_layer - left.per_layer)
     return (middle.per_layer - left.per_layer) * (right.y_s - left.y_s) >= run
+
+
+def visit_turns(slope_at: Callable[[int], float], most: int) -> None:
+    """Visit 1, `most` and all between where a convex function turns; each of them if few.
+
+    Where two slopes are equal the function is straight between them.
+    """
+    if most <= EACH:
+        for num in range(1, most + 1):
+            slope_at(num)
+        return
+    open_spans = [(1, slope_at(1), most, slope_at(most))]
+    while open_spans:
+        low, low_slope, high, high_slope = open_spans.pop()
+        if high - low > 1 and low_slope != high_slope:
+            middle = (low + high) // 2
+            slope = slope_at(middle)
+            open_spans += [(low, low_slope, middle, slope), (middle, slope, high, high_slope)]

@@ -25,6 +25,10 @@ class Prices:
     objective: float
     """kappa M + mu D - sum_v V_v as the program sees it; all nodes together are worth 1."""
 
+    def earned(self, num_microbatches: int) -> float:
+        """By a pipeline with so many micro-batches."""
+        return self.per_microbatch * num_microbatches + self.per_pipeline
+
 
 class PriceProgram:
     """Maximise kappa M + mu D, all nodes worth 1, no known pipeline earning more than it costs."""

@@ -95,12 +95,12 @@ def trace_files(path: Path) -> tuple[Path, ...]:
         path: A file, the folder of a generation, or the folder of all of them.
 
     Raises:
-        BadInputError: a folder without traces.
+        BadInputError: a folder without traces, or one that may not be read.
     """
     if not path.is_dir():
         return (path,)
-    folders = [path, *sorted(path.glob(f"{_GENERATION}*"), key=_generation)]
-    found = [sorted(folder.glob("*.parquet")) for folder in folders]
+    below = sorted(_inside(path, f"{_GENERATION}*"), key=_generation)
+    found = [sorted(_inside(folder, "*.parquet")) for folder in (path, *below)]
     most = max(reversed(found), key=len)
     if not most:
         raise BadInputError(
@@ -115,6 +115,20 @@ def other_generations(path: Path, chosen: Sequence[Path]) -> list[str]:
         return []
     there = {file.parent.name for file in path.glob(f"{_GENERATION}*/*.parquet")}
     return sorted(there - {chosen[0].parent.name}, key=lambda name: _generation(Path(name)))
+
+
+def _inside(folder: Path, pattern: str) -> list[Path]:
+    """What matches in a folder: `Path.glob` finds nothing in one that it may not read.
+
+    Raises:
+        BadInputError: the folder may not be read.
+    """
+    try:
+        return [path for path in folder.iterdir() if path.match(pattern)]
+    except NotADirectoryError:
+        return []
+    except OSError as error:
+        raise BadInputError(f"{folder}: {error.strerror or error}.") from error
 
 
 def _generation(folder: Path) -> int:

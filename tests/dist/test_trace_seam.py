@@ -8,6 +8,7 @@ import torch
 from megatron.core.timers import Timers
 
 from malleus_megatron.adapter.plugin import Plugin
+from malleus_megatron.adapter.inventory import inventory
 from malleus_megatron.adapter.seams import seam_rows
 from malleus_megatron.adapter.trace import JobTrace, no_trace_of, trace_row
 from malleus_megatron.config import MalleusConfig
@@ -25,6 +26,12 @@ def test_without_the_flag_nothing_is_replaced_for_it() -> None:
     assert TARGET not in targets()
     assert targets(trace=5, log_dir=Path("out")) == [*targets(), TARGET]
     assert mismatch(trace_row(lambda: None)) is None
+
+
+def test_the_doctor_looks_at_it() -> None:
+    assert [(kind, fault) for kind, row, fault in inventory() if row.target == TARGET] == [
+        ("seam", None)
+    ]
 
 
 def test_only_in_a_traced_iteration_a_timer_leaves_marks() -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +50,36 @@ def test_the_resiliency_package_that_breaks_megatron_is_named(
     if message is not None:
         assert version is not None
         assert version in message
+
+
+ENTRY = "from malleus_megatron.cli import main; import sys; "
+LONG = ENTRY + "main._overview = lambda: 'long\\n' * 100_000; "
+
+
+@pytest.mark.parametrize("before", [ENTRY, LONG])
+def test_a_full_standard_output_is_status_2_and_one_sentence(before: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{before}sys.exit(main.main(['--help']))"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "malleus: standard output cannot be written: No space left on device.\n"
+
+
+@pytest.mark.parametrize("before", [ENTRY, LONG])
+def test_a_reader_that_has_seen_enough_ends_it_quietly(before: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{before}sys.exit(main.main(['--help']))"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0

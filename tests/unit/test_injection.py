@@ -19,7 +19,7 @@ GOOD = {"gpu": 3, "rate": 2.57, "from_iteration": 5, "to_iteration": 20}
 
 def test_reads_the_documented_example(tmp_path: Path) -> None:
     path = tmp_path / "injection.json"
-    path.write_text(json.dumps([GOOD | {"comment": "fields may be added"}]))
+    path.write_text(json.dumps([GOOD | {"comment": "in words"}]))
     assert read_injection(path) == Injection(
         entries=(InjectedRate(gpu=3, rate=2.57, from_iteration=5, to_iteration=20),)
     )
@@ -71,6 +71,15 @@ def test_a_bad_entry_is_refused_with_its_place_and_number(
 ) -> None:
     with pytest.raises(BadInputError, match=rf"^injection\[1\].*{said}"):
         injection_from_json([GOOD, GOOD | change])
+
+
+def test_a_misspelt_field_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        BadInputError,
+        match=r"^injection\[1\]: the field 'to_iteratoin' is not known; the nearest is "
+        r"'to_iteration'\.",
+    ):
+        injection_from_json([GOOD, {"gpu": 0, "rate": 3, "from_iteration": 1, "to_iteratoin": 8}])
 
 
 @pytest.mark.parametrize("name", ["gpu", "rate", "from_iteration"])

@@ -345,6 +345,24 @@ def test_lines_that_are_no_events_are_told_and_left_out(tmp_path: Path) -> None:
     assert [event.kind for event in run.events] == ["comet"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "note"),
+    [
+        ('"step_time_s": -2.5', "iteration: step_time_s -2.5 is no time."),
+        ('"step_time_s": "inf"', "iteration: step_time_s inf is no time."),
+        ('"step_time_s": NaN', "iteration: step_time_s nan is no time."),
+        (f'"tail": "{"x" * 2**20}"', "1048627 bytes; at most 1048576 are read"),
+    ],
+    ids=["negative", "infinite", "no number", "long"],
+)
+def test_times_and_lines_beyond_sense_are_left_out(tmp_path: Path, wrong: str, note: str) -> None:
+    bad = f'{{"event": "iteration", "iteration": 2, {wrong}}}'
+    good = [f'{{"event": "iteration", "iteration": {i}, "step_time_s": 1.5}}' for i in (1, 3)]
+    log = read_log(write(tmp_path, "\n".join([good[0], bad, good[1]]) + "\n"))
+    assert log.notes == (f"line 2: {note}",)
+    assert [step.iteration for step in log.runs[0].steps] == [1, 3]
+
+
 def test_a_last_line_that_was_cut_off_is_told(tmp_path: Path) -> None:
     write_log(tmp_path, job_events())
     with (tmp_path / "events.jsonl").open("a") as file:

@@ -107,13 +107,15 @@ def test_of_several_runs_the_last_is_shown_and_each_can_be(
         (["{folder}/events.jsonl"], "events.jsonl: Not a directory"),
         (["{folder}", "--run", "0"], "--run 0: the folder holds 1 run."),
         (["{folder}", "--run", "2"], "--run 2: the folder holds 1 run."),
-        (["{folder}", "--out", "{folder}"], "Is a directory"),
+        (["{folder}", "--out", "{folder}/a.html/"], "Is a directory"),
+        (["{folder}", "--out", "x.png"], "HTML is written; the name must end with .html or .htm."),
         (["{folder}", "--out", "{folder}/no/where.html"], "No such file"),
     ],
 )
 def test_bad_use_is_one_sentence_and_status_2(
     folder: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "a.html").mkdir()
     assert main(["report", *(word.format(folder=folder) for word in words)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err

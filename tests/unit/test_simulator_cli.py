@@ -147,6 +147,7 @@ def test_rates_of_the_problem_are_left_out_and_that_is_said(
         ([], ["--restart-seconds", "-1"], "-1"),
         ([], ["--migration-bytes-per-second", "0"], "0"),
         ([], ["--policy", "stock", "--plot", "missing/out.svg"], "missing"),
+        ([], ["--plot", "out.png"], "--plot out.png: SVG is written; the name must end with .svg."),
     ],
 )
 def test_bad_input_is_status_2_with_the_value(
@@ -188,3 +189,10 @@ def test_its_help_loads_neither_planner_nor_solver() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "--trace" in done.stdout
+
+
+def test_another_ending_is_refused_before_the_work(
+    files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", files[0], "--trace", files[1], "--plot", "out"]) == 2
+    assert "simulate: " not in capsys.readouterr().err

@@ -1,8 +1,11 @@
 """The files of a job's own traces: whole or not there, and read generation by generation."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -111,3 +114,24 @@ def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="holds no trace"):
         read_trace(tmp_path)
     assert main(["whatif", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("name", ["trace", "generation-3"])
+def test_a_folder_that_may_not_be_read_is_no_empty_one(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "trace"
+    (folder / "generation-3").mkdir(parents=True)
+    scandir, listdir = os.scandir, os.listdir
+
+    def refused(path: Any, read: Any) -> Any:
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path)
+
+    monkeypatch.setattr(os, "scandir", lambda path: refused(path, scandir))
+    monkeypatch.setattr(os, "listdir", lambda path: refused(path, listdir))
+    assert main(["whatif", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}: Permission denied." in said
+    assert "holds no trace" not in said
