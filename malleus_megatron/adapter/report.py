@@ -187,7 +187,7 @@ class Reporter:
 
     def take_offer(self) -> Plan | None:
         """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
-        self._tell_log_failure()
+        self._tell_of_the_log()
         if self._sidecar is None:
             return None
         for news in self._sidecar.take_news():
@@ -346,10 +346,13 @@ class Reporter:
             plan=current.plan_id,
         )
 
-    def _tell_log_failure(self) -> None:
+    def _tell_of_the_log(self) -> None:
         if self._events.failure is not None:
             self._say(f"warning: {self._events.failure} Training goes on.")
             self._events.failure = None
+        if self._events.news is not None:
+            self._say(self._events.news)
+            self._events.news = None
 
     def _take_warnings(self) -> None:
         if self._sidecar is not None:
