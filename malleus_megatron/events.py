@@ -3,18 +3,36 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from malleus_megatron.errors import BadInputError
 
+_PAUSE = 100
+"""Iterations after which a log that could not be written is tried again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Outage:
+    """A time in which no line could be written."""
+
+    since: int
+    again_in: int = 0
+    """The iteration in which the next line is tried."""
+    lines: int = 0
+    """Those that are missing."""
+
 
 class EventLog:
-    """Appends events to a file; without a folder it keeps nothing. Each line is flushed.
+    """Appends events to a file; without a folder it keeps nothing. Each line is there at once.
 
-    A disk that fills up must not end a training job: after the first failed write nothing more is
-    written, and `failure` says why.
+    A disk that fills up or a server that is away must not end a training job, nor its log: after
+    a failed write nothing is written for a while, then the file is opened anew. `failure` says
+    why, `news` that it goes on; an event `missing` stands where lines are missing.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -24,14 +42,19 @@ class EventLog:
             BadInputError: the folder cannot be made or written to.
         """
         self.failure: str | None = None
+        self.news: str | None = None
         self.follower: Callable[[dict[str, Any]], None] | None = None
         """Hears every event as it is written, without a folder too."""
         self._folder = folder
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._outage: _Outage | None = None
+        self._unkept: tuple[str, str] | None = None
+        """The last file of its own that came in an outage."""
+        self._keeps = True
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                self._file = (folder / "events.jsonl").open("a", encoding="utf-8")
+                self._open(folder)
             except OSError as error:
                 raise BadInputError(f"Cannot write events to {folder}: {error}.") from error
 
@@ -40,36 +63,107 @@ class EventLog:
         line = _plain({"event": event, "iteration": iteration} | values)
         if self.follower is not None:
             self.follower(line)
-        if self._file is None:
+        if self._folder is None:
             return
         text = json_line(line)
-        with self._until_it_fails():
-            self._file.write(text)
-            self._file.flush()
+        outage = self._outage
+        if outage is not None and iteration < outage.again_in:
+            outage.lines += 1
+            return
+        try:
+            if self._file is None:
+                self._open(self._folder)
+            self._append(text if outage is None else _missing(outage, iteration) + text)
+        except OSError as error:
+            self._fail(self._folder, error, iteration)
+            return
+        if outage is not None:
+            self._go_on(self._folder, outage)
 
     def keep(self, name: str, text: str) -> None:
         """Write a file of its own beside the events; `name` may have a folder in it."""
-        if self._file is None or self._folder is None:
+        if self._folder is None:
+            return
+        if self._outage is not None:
+            self._unkept = (name, text)
             return
         path = self._folder / name
-        with self._until_it_fails():
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            if self._keeps:
+                self.failure = f"Plans are no longer kept in {path.parent}: {error}."
+            self._keeps = False
+        else:
+            self._keeps = True
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
+        self._shut()
+        self._folder = None
+
+    def _open(self, folder: Path) -> None:
+        path = folder / "events.jsonl"
+        self._file = FileIO(path, "ab")  # without a buffer, whose rest would be written later
+        if not _ends_whole(path):
+            self._append("\n")
+
+    def _append(self, text: str) -> None:
+        assert self._file is not None
+        left = memoryview(text.encode())
+        while left:
+            written = self._file.write(left)
+            if not written:
+                raise OSError("nothing could be written")
+            left = left[written:]
+
+    def _fail(self, folder: Path, error: OSError, iteration: int) -> None:
+        self._shut()
+        if self._outage is None:
+            self._outage = _Outage(since=iteration)
+            self.failure = (
+                f"Events are no longer written to {folder}: {error}. They are tried again every "
+                f"{_PAUSE} iterations."
+            )
+        self._outage.lines += 1
+        self._outage.again_in = iteration + _PAUSE
+
+    def _go_on(self, folder: Path, outage: _Outage) -> None:
+        self._outage = None
+        self.news = (
+            f"events are written to {folder} again; {outage.lines} lines from iteration "
+            f"{outage.since} on are missing"
+        )
+        unkept, self._unkept = self._unkept, None
+        if unkept is not None:
+            self.keep(*unkept)
+
+    def _shut(self) -> None:
         if self._file is not None:
-            with self._until_it_fails():
+            with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
 
-    @contextlib.contextmanager
-    def _until_it_fails(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self.failure = f"Events are no longer written to {self._folder}: {error}."
-            self._file = None
+
+def _missing(outage: _Outage, iteration: int) -> str:
+    return json_line(
+        {
+            "event": "missing",
+            "iteration": iteration,
+            "since": outage.since,
+            "lines": outage.lines,
+        }
+    )
+
+
+def _ends_whole(path: Path) -> bool:
+    """Whether the next line would begin a line: a write may have failed in the middle of one."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:  # a device has none either
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
 
 
 def json_line(values: Mapping[str, Any]) -> str:

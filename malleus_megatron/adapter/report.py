@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
+from malleus_megatron.adapter.curves import curves_payload
+from malleus_megatron.adapter.memory_news import MemoryNews
 from malleus_megatron.adapter.pace_watch import PaceWatch
 from malleus_megatron.adapter.probes import ProbeWatch, probe_words
 from malleus_megatron.adapter.rows import BoundaryRow
+from malleus_megatron.adapter.straggler_news import StragglerNews
 from malleus_megatron.control.current import CurrentPlan
 from malleus_megatron.control.memory import JobMemory
 from malleus_megatron.control.memory_model import GpuMemory
-from malleus_megatron.control.telemetry import GpuReading, likely_reason
+from malleus_megatron.control.telemetry import GpuReading
 from malleus_megatron.control.values import Decision, Freedom, JobDescription, Observation
 from malleus_megatron.cost.memory import StageMib
 from malleus_megatron.errors import sentence
@@ -21,22 +24,11 @@ from malleus_megatron.plan.codec import canonical_json, plan_id, plan_to_json, r
 from malleus_megatron.plan.injection import Injection
 from malleus_megatron.plan.plan import Plan
 from malleus_megatron.plan.problem import ModelMemory
-from malleus_megatron.plan.rates import RATE_NEWS, Rates, have_moved
+from malleus_megatron.plan.rate_news import RateNews
+from malleus_megatron.plan.rates import Rates
 from malleus_megatron.plan.render import in_short
 from malleus_megatron.sidecar.client import SidecarClient
 from malleus_megatron.whatif.links import LinkNews
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Named:
-    """A new straggler."""
-
-    gpu: int
-    rate: float
-    since: int | None
-    """The iteration in which it first stood out."""
-    delay: int | None
-    """Iterations from then until that was certain."""
 
 
 class Reporter:
@@ -65,15 +57,15 @@ class Reporter:
         self._sidecar = sidecar
         self._events = events
         self._iteration = 0
-        self._rates: dict[int, float] = {}
+        self._rates = RateNews()
         self._latest_rates: dict[int, float] = {}
-        self._rates_are_news = False
+        self._untold_rates = b""
         self._switch_s: float | None = None
-        self._stragglers: frozenset[int] = frozenset()
+        self._stragglers = StragglerNews(events, say)
+        self._memory = MemoryNews()
         self._pace = PaceWatch()
         self._probe = ProbeWatch()
         self._told_overfull = False
-        self._unexplained: list[_Named] = []
         self.job: JobDescription | None = None
         """As the sidecar knows it, or would."""
         self.observation: Observation | None = None
@@ -159,21 +151,9 @@ class Reporter:
         predicted: StageMib,
         current: CurrentPlan,
     ) -> None:
-        """Say what a step took on every GPU, beside what had been predicted for the plan."""
-        expected: list[float | None] = [None] * len(gpus)
-        for pipeline, needs_mib in zip(current.plan.pipelines, predicted, strict=True):
-            for stage, need_mib in zip(pipeline.stages, needs_mib, strict=True):
-                for gpu in stage.gpus:
-                    expected[gpu] = need_mib
-        self._events.write(
-            "memory",
-            self._iteration + 1,
-            generation=current.generation,
-            plan=current.plan_id,
-            measured_mib=[used.peak_mib for used in gpus],
-            predicted_mib=expected,
-            usable_mib=memory.limit.usable_mib,
-        )
+        """Take in what a step took on every GPU; said, if it is news, beside the prediction."""
+        if self._memory.take(current.plan, [used.peak_mib for used in gpus]):
+            self._write_memory(memory.limit.usable_mib, gpus, predicted, current)
         overfull = memory.overfull(gpus)
         if overfull is not None and not self._told_overfull:
             self._told_overfull = True
@@ -187,7 +167,7 @@ class Reporter:
 
     def take_offer(self) -> Plan | None:
         """Hear the sidecar: rates and warnings are told; the plan that it offers, if any."""
-        self._tell_log_failure()
+        self._tell_of_the_log()
         if self._sidecar is None:
             return None
         for news in self._sidecar.take_news():
@@ -200,16 +180,14 @@ class Reporter:
         return decision.offer
 
     def take_rates(self) -> bytes:
-        """The rates as JSON, if they have moved since they were last taken; else nothing."""
-        if not self._rates_are_news:
-            return b""
-        self._rates_are_news = False
-        return canonical_json(rates_to_json(Rates.of(self._rates))).encode()
+        """For curves, if rates were told since these were last taken; else nothing."""
+        rates, self._untold_rates = self._untold_rates, b""
+        return rates
 
     @property
     def asks_readings(self) -> bool:
         """Whether there are new stragglers: their GPUs' readings are to be shown with them."""
-        return bool(self._unexplained)
+        return self._stragglers.asks_readings
 
     def stragglers(self, readings: Sequence[GpuReading], news: str | None = None) -> None:
         """Name the new stragglers, each with what sets its GPU apart.
@@ -220,13 +198,7 @@ class Reporter:
         """
         if news is not None:
             self._say(news)
-        for one in self._unexplained:
-            reason = likely_reason(one.gpu, readings)
-            self._events.write("straggler", self._iteration, reason=reason, **asdict(one))
-            likely = "" if reason is None else f"; likely: {reason}"
-            since = "" if one.since is None else f" since iteration {one.since}"
-            self._say(f"GPU {one.gpu} is a straggler: rate {one.rate:.2f}{since}{likely}")
-        self._unexplained.clear()
+        self._stragglers.explain(readings, self._iteration)
 
     def reject(self, plan: Plan | None, why: str) -> None:
         """Say that a plan, offered or scripted, is not taken."""
@@ -346,10 +318,35 @@ class Reporter:
             plan=current.plan_id,
         )
 
-    def _tell_log_failure(self) -> None:
+    def _write_memory(
+        self,
+        usable_mib: float,
+        gpus: Sequence[GpuMemory],
+        predicted: StageMib,
+        current: CurrentPlan,
+    ) -> None:
+        expected: list[float | None] = [None] * len(gpus)
+        for pipeline, needs_mib in zip(current.plan.pipelines, predicted, strict=True):
+            for stage, need_mib in zip(pipeline.stages, needs_mib, strict=True):
+                for gpu in stage.gpus:
+                    expected[gpu] = need_mib
+        self._events.write(
+            "memory",
+            self._iteration + 1,
+            generation=current.generation,
+            plan=current.plan_id,
+            measured_mib=[used.peak_mib for used in gpus],
+            predicted_mib=expected,
+            usable_mib=usable_mib,
+        )
+
+    def _tell_of_the_log(self) -> None:
         if self._events.failure is not None:
             self._say(f"warning: {self._events.failure} Training goes on.")
             self._events.failure = None
+        if self._events.news is not None:
+            self._say(self._events.news)
+            self._events.news = None
 
     def _take_warnings(self) -> None:
         if self._sidecar is not None:
@@ -357,35 +354,12 @@ class Reporter:
                 self.warning(message)
 
     def _take(self, decision: Decision) -> None:
-        rates = decision.rates
+        rates, stragglers = decision.rates, decision.stragglers
         self._latest_rates = dict(rates)
-        self._tell_rates(rates)
-        stragglers = frozenset(decision.stragglers)
-        found = {one.gpu: one for one in decision.detections}
-        for gpu in sorted(stragglers - self._stragglers):
-            one = found.get(gpu)
-            self._unexplained.append(
-                _Named(
-                    gpu=gpu,
-                    rate=rates[gpu],
-                    since=None if one is None else one.since,
-                    delay=None if one is None else one.delay,
-                )
-            )
-        for gpu in sorted(self._stragglers - stragglers):
-            self._events.write("recovered", self._iteration, gpu=gpu, rate=rates[gpu])
-            self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")
-        self._stragglers = stragglers
-
-    def _tell_rates(self, rates: Rates) -> None:
-        new = dict(rates)
-        if not new:
-            return
-        moved = have_moved(Rates.of(self._rates), rates, by=RATE_NEWS)
-        if moved or not self._rates:
+        if self._rates.take(self._iteration, rates, stragglers):
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
-            self._rates = new
-            self._rates_are_news = True
+            self._untold_rates = curves_payload(rates, stragglers)
+        self._stragglers.take(decision, self._iteration)
 
 
 def _number(value: float) -> float | None:

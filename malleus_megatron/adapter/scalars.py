@@ -1,29 +1,25 @@
 """The plugin's figures in the TensorBoard and W&B writers that Megatron has made.
 
-Megatron makes them on the last rank; rates are known on rank 0, which sends them when they have
-moved.
+Megatron makes them on the last rank; rates are known on rank 0, which sends them whenever they
+are news.
 """
 
-import json
 import math
 from collections.abc import Iterator
 
 from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
 
+from malleus_megatron.adapter.curves import Curves
 from malleus_megatron.adapter.rows import BoundaryRow
 from malleus_megatron.control.current import CurrentPlan
-from malleus_megatron.plan.codec import rates_from_json
-from malleus_megatron.plan.rates import HEALTHY, Rates
 
 
 class Scalars:
     """Every rank has one, so that all pass the same collectives; the last one writes."""
 
     def __init__(self) -> None:
-        """No rates are known: all GPUs count as healthy."""
-        self._rates = Rates()
-        self._named: set[int] = set()
-        """GPUs that were not healthy once; their curves go on."""
+        """No rates are known yet."""
+        self._curves = Curves()
 
     @staticmethod
     def are_wanted() -> bool:
@@ -32,9 +28,8 @@ class Scalars:
         return bool(getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None))
 
     def learn(self, payload: bytes) -> None:
-        """Take in rates as rank 0 has sent them: rates.json's inner object."""
-        self._rates = rates_from_json(json.loads(payload), "rates")
-        self._named |= {gpu for gpu, rate in self._rates if rate != HEALTHY}
+        """Take in rates and stragglers as rank 0 has sent them."""
+        self._curves.learn(payload)
 
     def write(self, row: BoundaryRow, current: CurrentPlan) -> None:
         """Write one iteration's figures as often as Megatron writes its own.
@@ -63,7 +58,4 @@ class Scalars:
         if predicted is not None and predicted.step_time_s is not None:
             yield "malleus/predicted-step-time", predicted.step_time_s
         yield "malleus/standby-gpus", float(len(current.plan.standby))
-        rates = dict(self._rates)
-        yield "malleus/worst-rate", max(rates.values(), default=HEALTHY)
-        for gpu in sorted(self._named):
-            yield f"malleus/rate/gpu-{gpu}", rates.get(gpu, HEALTHY)
+        yield from self._curves.points()

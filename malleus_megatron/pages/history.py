@@ -86,6 +86,8 @@ class History:
         self.steps: deque[Step] = deque(maxlen=bounds.steps)
         self.rates: deque[RatesSince] = deque()
         self.events: deque[Event] = deque(maxlen=bounds.events)
+        self.memory: Event | None = None
+        """The last measurement of memory, also when later events have taken its place."""
         self.num_iterations = 0
         """All that were told, also those that are not kept."""
         self.last_iteration = 0
@@ -111,7 +113,7 @@ class History:
             self.add_rates(iteration, rates_from_json(rates))
         else:
             values = {key: value for key, value in body.items() if key not in _OF_ALL}
-            self.events.append(Event(kind=kind, iteration=iteration, values=values))
+            self._add_event(Event(kind=kind, iteration=iteration, values=values))
         self.version += 1
 
     def add_rates(self, iteration: int, rates: Rates) -> None:
@@ -152,6 +154,19 @@ class History:
     def of_kind(self, *kinds: str) -> list[Event]:
         """The events of these kinds, in their order."""
         return [event for event in self.events if event.kind in kinds]
+
+    def _add_event(self, event: Event) -> None:
+        if event.kind == "memory":
+            if self.events.maxlen is not None and self.memory is not None:
+                self._leave_out(self.memory)
+            self.memory = event
+        self.events.append(event)
+
+    def _leave_out(self, event: Event) -> None:
+        """Memory is two numbers a GPU: of a job of months only the latest is worth its room."""
+        where = next((at for at, one in enumerate(self.events) if one is event), None)
+        if where is not None:
+            del self.events[where]
 
     def _add_step(self, iteration: int, body: Mapping[str, Any]) -> None:
         if self.steps and iteration <= self.steps[-1].iteration:

@@ -116,7 +116,7 @@ def moves(history: History) -> tuple[Move, ...]:
 
 def memory(history: History) -> Memory | None:
     """The last measurement, if memory was measured."""
-    event = next((event for event in reversed(history.events) if event.kind == "memory"), None)
+    event = history.memory
     if event is None:
         return None
     return Memory(

@@ -85,6 +85,10 @@ def _injection(event: Event) -> str:
     return f"GPU {event.text('gpu')}: rate {event.text('rate')} from iteration {start} {until}"
 
 
+def _missing(event: Event) -> str:
+    return f"{event.text('lines')} lines from iteration {event.text('since')} on were not written"
+
+
 _DESCRIBED: Mapping[str, Callable[[Event], str]] = {
     "straggler": _straggler,
     "recovered": _recovered,
@@ -95,4 +99,5 @@ _DESCRIBED: Mapping[str, Callable[[Event], str]] = {
     "injection": _injection,
     "level": lambda event: f"{event.text('level')}: {event.text('reason')}",
     "warning": lambda event: event.text("message"),
+    "missing": _missing,
 }

@@ -1,6 +1,7 @@
 """Straggling rates: a GPU's time for a piece of work / a healthy GPU's time for it."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from malleus_megatron.plan.fields import to_float
 HEALTHY = 1.0
 
 RATE_NEWS = 0.05
-"""Rates are told again when one has moved by this much of itself."""
+"""A rate that has moved by this much of itself is another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,10 @@ class Rates:
 
     def __getitem__(self, gpu: int) -> float:
         """The rate of a GPU; one that is not named is healthy."""
-        return dict(self.by_gpu).get(gpu, HEALTHY)
+        found = bisect_left(self.by_gpu, (gpu,))  # (gpu,) lies just before (gpu, its rate)
+        if found < len(self.by_gpu) and self.by_gpu[found][0] == gpu:
+            return self.by_gpu[found][1]
+        return HEALTHY
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Pairs (GPU, rate)."""

@@ -10,6 +10,7 @@ from malleus_megatron.control.values import Decision, JobDescription, Observatio
 from malleus_megatron.errors import BadInputError, NoJobError, SidecarError, sentence
 from malleus_megatron.plan.plan import check_world
 from malleus_megatron.sidecar import protocol
+from malleus_megatron.sidecar.once import LONG, Once
 from malleus_megatron.sidecar.outbox import Outbox
 from malleus_megatron.sidecar.process import Sidecar
 from malleus_megatron.sidecar.transport import PLANNING_PATH, Transport
@@ -20,9 +21,6 @@ MOST_EVENT_BYTES = 2**20
 _MAX_RESTARTS = 3
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
-_MAX_WARNINGS = 20
-_LONG = 100
-"""Iterations that were answered in a row: what fails after them is another outage."""
 _MAX_NAMED_GPUS = 16
 _GOES_ON = "Training goes on under the current plan"
 _DIGITS = re.compile(r"[\d.]+")
@@ -56,8 +54,8 @@ class Conversation:
         self._failures = 0
         self._restarts = 0
         self._answered = 0
-        self._said: set[str] = set()
-        self._said_of_outages: set[str] = set()
+        self._states = Once()
+        self._outages = Once()
         self._unsent = Outbox(MOST_EVENT_BYTES)
         self._page: str | None = None
         self.describe(job)
@@ -102,7 +100,8 @@ class Conversation:
         warnings: tuple[str, ...] = ()
         if decision is not None:
             self._went_well()
-            warnings = self._once(_unmeasured(decision)) + self._once(
+            warnings = self._states.say(_unmeasured(decision), as_what="unmeasured")
+            warnings += self._states.say(
                 decision.warning or None, as_what=_DIGITS.sub("", decision.warning)
             )
         return Turn(decision=decision, warnings=warnings, news=self._where())
@@ -151,17 +150,20 @@ class Conversation:
         return protocol.decode(body, "The sidecar's answer")
 
     def _went_well(self) -> None:
-        """One iteration more was answered; after many of them former outages are forgotten."""
+        """One iteration more was answered; after many of them what was before is forgotten."""
         self._answered += 1
-        if self._answered == _LONG:
+        if self._answered == LONG:
             self._restarts = 0
-            self._said_of_outages.clear()
+        for said in (self._states, self._outages):
+            said.pass_iteration()
 
     def _failed(self, error: str) -> tuple[str, ...]:
         """Take note of a failure; those that follow it before the next answer are the same one."""
         is_new = not self._failures
         self._failures += 1
         self._answered = 0
+        for said in (self._states, self._outages):
+            said.interrupt()
         self._job_is_known = False
         end = self._sidecar.end()
         if end is not None:
@@ -169,7 +171,7 @@ class Conversation:
         if not is_new:
             return ()
         told = f"The sidecar failed: {sentence(error)} {_GOES_ON}; it is asked again."
-        return self._once(told, among=self._said_of_outages)
+        return self._outages.say(told)
 
     def _restarted(self, end: str) -> str:
         """Start a process that has ended once more; what it had seen it sees anew."""
@@ -185,23 +187,6 @@ class Conversation:
                 return f"{what}; it is started again ({self._restarts} of {_MAX_RESTARTS})."
         self.over = True
         return f"{what}; there are no more re-plans."
-
-    def _once(
-        self, warning: str | None, as_what: str | None = None, among: set[str] | None = None
-    ) -> tuple[str, ...]:
-        """The warning if it was not said yet; an endless variety of them is cut short.
-
-        Args:
-            warning: What to say, if anything.
-            as_what: What it counts as, if not as its own text.
-            among: What was said; that of the whole job, if not of something else.
-        """
-        said = self._said if among is None else among
-        what = as_what or warning
-        if warning is None or what is None or what in said or len(said) >= _MAX_WARNINGS:
-            return ()
-        said.add(what)
-        return (warning,)
 
 
 def _unmeasured(decision: Decision) -> str | None:

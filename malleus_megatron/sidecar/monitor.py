@@ -10,7 +10,7 @@ from malleus_megatron.errors import BadInputError
 from malleus_megatron.pages.history import Bounds, History, begins_a_run, number
 from malleus_megatron.pages.story import Story, tell
 from malleus_megatron.plan.plan import Plan
-from malleus_megatron.plan.rates import RATE_NEWS, Rates, have_moved
+from malleus_megatron.plan.rate_news import RateNews
 
 BOUNDS = Bounds(steps=5000, events=1000, rates=1_000_000)
 """A job may run for months; this is some 10 MiB."""
@@ -31,7 +31,7 @@ class Monitor:
         """The latest generations."""
         self.counts: Counter[str] = Counter()
         """Events by kind; offers and refusals; sums of seconds and bytes."""
-        self._rates = Rates()
+        self._rates = RateNews()
         self._stragglers: frozenset[int] = frozenset()
 
     def hear(self, events: list[Any]) -> None:
@@ -58,11 +58,8 @@ class Monitor:
             del self.plans[generation]
         if not has_events:
             self._say_for_the_job(observation, decision)
-        if decision.rates.by_gpu and (
-            not self.history.rates or have_moved(self._rates, decision.rates, by=RATE_NEWS)
-        ):
+        if self._rates.take(observation.iteration, decision.rates, decision.stragglers):
             self.history.add_rates(observation.iteration, decision.rates)
-            self._rates = decision.rates
         if decision.offer is not None:
             self.counts["offers"] += 1
             note = decision.offer.planning
@@ -113,7 +110,7 @@ class Monitor:
         """The job has started again, from a checkpoint say; counts go on."""
         self.history = History(BOUNDS)
         self.plans.clear()
-        self._rates, self._stragglers = Rates(), frozenset()
+        self._rates, self._stragglers = RateNews(), frozenset()
 
 
 def _amount(value: object) -> float:

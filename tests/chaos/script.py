@@ -68,7 +68,7 @@ PLAN_FAULTS = {
 
 LOG_FAULTS = {
     "log is full": r"Events are no longer written",
-    "plans is a file": r"Events are no longer written",
+    "plans is a file": r"Plans are no longer kept",
 }
 
 FAILING_SWITCH = "failing switch"

@@ -153,6 +153,17 @@ def test_a_warning_that_is_not_in_the_events_is_found(tmp_path: Path) -> None:
     assert problems(job(tmp_path, [5.5, 5.25, 5.0], [event]), machine, "") == []
 
 
+def test_after_a_gap_the_events_go_on_with_later_warnings(tmp_path: Path) -> None:
+    first, last = "The sidecar failed: why", f"{SLOW_MACHINE} again"
+    full = "Events are no longer written to log: full. Training goes on."
+    output = "".join(f"malleus: warning: {text}\n" for text in (full, first, last))
+    event = {"event": "warning", "iteration": 2, "message": last}
+    script = dataclasses.replace(SCRIPT, faults=[Fault(kind="log is full", iteration=1)])
+    folder = job(tmp_path, [5.5, 5.25, 5.0], [event])
+    found = judge(script, folder, folder / "stock.jsonl", (output, "")).problems
+    assert found == [f"no fault left for the warning after inf: {first}"]
+
+
 def test_a_test_in_which_nothing_happens_fails() -> None:
     assert len(too_little({}, 200)) == len(LEAST)
     assert too_little(dict.fromkeys(LEAST, 3), 200) == []

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,10 @@ WARNS = f"{SAYS}warning: "
 
 OF_THE_MACHINE = (r"The pace is not held", r"All GPUs take [\d.]+ times as long")
 """True of a busy machine, without a fault of the script's; each of them once."""
+
+NO_EVENTS = "Events are no longer written"
+OF_THE_LOG = re.compile(rf"{NO_EVENTS}|Plans are no longer kept")
+"""Warnings of the log itself are no events."""
 
 UNWELCOME = re.compile(r"Traceback \(most recent call last\)|^malleus_megatron\S* ", re.MULTILINE)
 
@@ -116,30 +121,31 @@ def unexplained(
 
 
 def _warned(output: str, events: Path, problems: list[str]) -> list[Warned]:
-    """All warnings of the log; the events, as far as they go, say when they came."""
+    """All warnings of the log; the events, as far as they were written, say when they came."""
     lines = output.splitlines()
     texts = [line.removeprefix(WARNS) for line in lines if line.startswith(WARNS)]
-    of_the_log = [text for text in texts if "Events are no longer written" in text]
+    of_the_log = [text for text in texts if OF_THE_LOG.search(text)]
     texts = [text for text in texts if text not in of_the_log]
+    has_gaps = any(NO_EVENTS in text for text in of_the_log)
     written = _events(events)
-    for event, text in zip(written, texts, strict=False):
-        if event["message"] != text:
-            problems.append(f"the log and the events differ: {text!r}, {event['message']!r}")
-    if len(written) > len(texts) or (len(written) < len(texts) and not of_the_log):
+    left, warned = deque(written), []
+    for text in texts:
+        differs = bool(left) and left[0]["message"] != text
+        if differs and not has_gaps:
+            problems.append(f"the log and the events differ: {text!r}, {left[0]['message']!r}")
+        is_missing = not left or (differs and has_gaps)
+        iteration = math.inf if is_missing else left.popleft()["iteration"]
+        warned.append(Warned(text=text, iteration=iteration))
+    if left or (len(written) < len(texts) and not has_gaps):
         problems.append(f"{len(texts)} warnings in the log, {len(written)} in the events")
-    iterations = [event["iteration"] for event in written] + [math.inf] * len(texts)
-    warned = zip(texts, iterations, strict=False)
-    return [
-        *(Warned(text=text, iteration=iteration) for text, iteration in warned),
-        *(Warned(text=text, iteration=math.inf) for text in of_the_log),
-    ]
+    return [*warned, *(Warned(text=text, iteration=math.inf) for text in of_the_log)]
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
-    """Warnings; a log on a disk that filled up may end anywhere."""
-    text = path.read_text(encoding="utf-8")
+    """Warnings; on a disk that filled up any line may be cut off."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     whole = path.with_name("whole.jsonl")
-    whole.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
+    whole.write_text("".join(line for line in lines if line.endswith("}\n")), encoding="utf-8")
     return [event for event in read_lines(whole) if event["event"] == "warning"]
 
 

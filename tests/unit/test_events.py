@@ -2,6 +2,7 @@
 
 import json
 import math
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from malleus_megatron import events
 from malleus_megatron.errors import BadInputError
 from malleus_megatron.events import EventLog
 
@@ -91,16 +93,84 @@ def test_without_a_folder_and_after_closing_nothing_is_written(tmp_path: Path) -
     assert lines(tmp_path) == []
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_ends_no_job(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     log = EventLog(tmp_path)
     log.write("iteration", 1)
     assert log.failure is not None
+    assert "Events are no longer written" in log.failure
     assert "No space left" in log.failure
-    log.write("iteration", 2)
+    log.failure = None
+    for iteration in range(2, 500):
+        log.write("iteration", iteration)
+    assert (log.failure, log.news) == (None, None)
     log.keep("plans/generation-1.json", "{}")
     log.close()
     assert not (tmp_path / "plans").exists()
+
+
+def test_after_a_hiccup_the_log_goes_on_and_says_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.symlink_to("/dev/full")
+    log = EventLog(tmp_path)
+    for iteration in range(7, 10):
+        log.write("iteration", iteration)
+    log.keep("plans/generation-1.json", "{}")
+    path.unlink()
+    for iteration in range(10, 110):
+        log.write("iteration", iteration)
+    assert [line["iteration"] for line in lines(tmp_path)] == [107, 107, 108, 109]
+    gap = {"event": "missing", "iteration": 107, "since": 7, "lines": 100}
+    assert lines(tmp_path)[0] == gap
+    assert log.news is not None
+    assert "100 lines from iteration 7 on are missing" in log.news
+    assert (tmp_path / "plans" / "generation-1.json").read_text() == "{}"
+
+
+def test_half_a_line_is_not_joined_to_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "iteration", "itera')
+    log = EventLog(tmp_path)
+    log.write("iteration", 2)
+    log.write("iteration", 3)
+    first, *others = path.read_text().splitlines()
+    assert first == '{"event": "iteration", "itera'
+    assert [json.loads(line)["iteration"] for line in others] == [2, 3]
+
+
+def test_a_write_that_stops_in_the_middle_leaves_later_lines_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(FileIO):
+        """Has room for some bytes only."""
+
+        def write(self, data: Any) -> int:
+            if self.tell() >= 20:
+                raise OSError("No space left on device")
+            return super().write(bytes(data)[:20])
+
+    monkeypatch.setattr(events, "FileIO", Small)
+    log = EventLog(tmp_path)
+    log.write("iteration", 1)
+    assert log.failure is not None
+    monkeypatch.undo()
+    log.write("iteration", 101)
+    first, *others = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert len(first) == 20
+    assert [json.loads(line)["event"] for line in others] == ["missing", "iteration"]
+
+
+def test_plans_that_cannot_be_kept_are_told_once_and_events_go_on(tmp_path: Path) -> None:
+    (tmp_path / "plans").write_text("")
+    log = EventLog(tmp_path)
+    log.keep("plans/generation-1.json", "{}")
+    assert log.failure is not None
+    assert "Plans are no longer kept" in log.failure
+    log.failure = None
+    log.keep("plans/generation-2.json", "{}")
+    log.write("iteration", 1)
+    assert log.failure is None
+    assert len(lines(tmp_path)) == 1
 
 
 def test_a_folder_that_cannot_be_made_is_bad_input(tmp_path: Path) -> None:

@@ -163,6 +163,34 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "The last 10 of 100 iterations are kept here." in Reader(service.page()).text
 
 
+def test_memory_events_leave_room_for_others_and_the_latest_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(monitor, "BOUNDS", Bounds(steps=10, events=5, rates=40))
+    service = described()
+    send(service, 1, [told(1), {"event": "warning", "iteration": 1, "message": "early"}])
+    used = {"event": "memory", "generation": 0, "usable_mib": 100.0}
+    for iteration in range(2, 10):
+        peaks = {"iteration": iteration, "measured_mib": [50.0 + iteration] * 4}
+        send(service, iteration, [told(iteration), used | peaks])
+    history = service._monitor.history
+    assert [event.kind for event in history.events] == ["warning", "memory"]
+    for iteration in range(10, 16):
+        warning = {"event": "warning", "iteration": iteration, "message": "w"}
+        send(service, iteration, [told(iteration), warning])
+    assert {event.kind for event in history.events} == {"warning"}
+    assert value(service, "malleus_gpu_memory_peak_bytes", gpu="3") == 59.0 * 2**20
+
+
+def test_the_noise_of_healthy_gpus_takes_little_of_the_history() -> None:
+    service = described()
+    for iteration in range(1, 151):
+        rates = {0: 1.0 + 0.08 * (iteration // 20 % 2)}
+        body = protocol.observation_to_json(observation(iteration, rates))
+        service.samples(body | {"events": [told(iteration)]})
+    assert len(service._monitor.history.rates) == 2
+
+
 def test_a_page_is_drawn_when_there_is_news_and_not_for_everybody() -> None:
     service, now = described(), [0.0]
     service._page = CachedPage(clock=lambda: now[0])

@@ -1,6 +1,7 @@
 """Straggling rates as values."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ def test_a_gpu_without_a_rate_is_healthy(rates: dict[int, float]) -> None:
         assert made[gpu] == rates.get(gpu, HEALTHY)
     assert dict(made) == rates
     assert list(made) == sorted(rates.items())
+
+
+def test_a_look_up_does_not_go_through_all_gpus() -> None:
+    """Pages, curves and the controller ask for each of thousands."""
+    made = Rates.of(dict.fromkeys(range(100_000), 1.5))
+    start = time.process_time()
+    assert all(made[gpu] == 1.5 for gpu in range(0, 100_000, 100))
+    assert time.process_time() - start < 0.5  # through all of them it takes seconds
 
 
 @given(st.dictionaries(st.integers(0, 9), good))
