@@ -1,11 +1,11 @@
 """Ownership: which GPU holds which slices of which global tensors."""
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from malleus_megatron.errors import MigrationError
+from malleus_megatron.migration.box_tree import BoxTree
 from malleus_megatron.migration.boxes import Box
 
 
@@ -121,26 +121,18 @@ class BoxIndex:
     """The distinct boxes of one key, each with the GPUs that hold it."""
 
     def __init__(self, holdings: Iterable[tuple[int, Holding]]) -> None:
-        """Sort boxes by where they start on the first axis (layers, or rows)."""
+        """Sort boxes by offset, then by shape."""
         found: dict[Box, dict[int, Holding]] = {}
         for gpu, holding in holdings:
             found.setdefault(holding.box, {}).setdefault(gpu, holding)
         self.boxes = sorted(found, key=lambda box: (box.offset, box.shape))
         self._holders = found
-        self._starts = [_first(box.offset, 0) for box in self.boxes]
-        self._longest = max((_first(box.shape, 1) for box in self.boxes), default=0)
+        self._tree = BoxTree(self.boxes)
 
     def holders(self, box: Box) -> Mapping[int, Holding]:
         """GPU -> its local tensor, of a box of this index; GPUs ascending."""
         return self._holders[box]
 
     def overlapping(self, box: Box) -> list[Box]:
-        """Boxes that share elements with this one."""
-        start = _first(box.offset, 0)
-        low = bisect_left(self._starts, start - self._longest + 1)
-        high = bisect_left(self._starts, start + _first(box.shape, 1))
-        return [other for other in self.boxes[low:high] if other.overlaps(box)]
-
-
-def _first(values: tuple[int, ...], default: int) -> int:
-    return values[0] if values else default
+        """Boxes that share elements with this one, in the order of all."""
+        return list(self._tree.overlapping(box))
