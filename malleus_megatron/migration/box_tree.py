@@ -1,7 +1,7 @@
 """Which boxes of a tensor overlap a given one, without a look at each of them."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from malleus_megatron.migration.boxes import Box
@@ -31,13 +31,11 @@ class BoxTree:
             self._starts.append(start)
             self._branches.append(BoxTree(list(together), axis + 1))
 
-    def overlapping(self, box: Box) -> Iterator[Box]:
+    def overlapping(self, box: Box) -> list[Box]:
         """Boxes that share elements with this one, in the order in which they were given."""
         if not self._branches:
-            yield from (other for other in self._boxes if other.overlaps(box))
-            return
+            return [other for other in self._boxes if other.overlaps(box)]
         start, size = box.offset[self._axis], box.shape[self._axis]
         low = bisect_left(self._starts, start - self._longest + 1)
         high = bisect_left(self._starts, start + size)
-        for branch in self._branches[low:high]:
-            yield from branch.overlapping(box)
+        return [other for branch in self._branches[low:high] for other in branch.overlapping(box)]

@@ -40,7 +40,10 @@ class Box:
     def overlaps(self, other: "Box") -> bool:
         """True if some elements are in both."""
         axes = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        return all(a < b + m and b < a + n for a, n, b, m in axes)
+        for start, size, begin, extent in axes:
+            if start >= begin + extent or begin >= start + size:
+                return False
+        return True
 
     def slices_of(self, part: "Box") -> tuple[slice, ...]:
         """Where a part of this box lies in a tensor that has this box's shape."""
@@ -77,25 +80,30 @@ def cells(within: Box, boxes: Sequence[Box]) -> Iterator[tuple[Box, tuple[int, .
         Each cell, with the indices of the boxes that cover it. In row order.
     """
     all_spans = [box.spans for box in boxes]
-    yield from _cut((), within.spans, tuple(range(len(boxes))), all_spans)
+    yield from _cut((), within.spans, range(len(boxes)), all_spans)
 
 
 def _cut(
     done: tuple[Span, ...],
     rest: tuple[Span, ...],
-    inside: tuple[int, ...],
+    inside: Sequence[int],
     boxes: Sequence[tuple[Span, ...]],
 ) -> Iterator[tuple[Box, tuple[int, ...]]]:
     """Cut the first axis that is left only where boxes end that reach into what is done."""
     if not rest or not inside:
-        yield box_of(done + rest), inside
+        yield box_of(done + rest), tuple(inside)
         return
-    axis = len(done)
     start, end = rest[0]
-    bounds = {bound for i in inside for bound in boxes[i][axis] if start < bound < end}
-    for low, high in pairwise(sorted(bounds | {start, end})):
-        covering = tuple(i for i in inside if boxes[i][axis][0] <= low < boxes[i][axis][1])
-        yield from _cut((*done, (low, high)), rest[1:], covering, boxes)
+    spans = [boxes[i][len(done)] for i in inside]
+    clipped = [(min(max(low, start), end), max(min(high, end), start)) for low, high in spans]
+    bounds = sorted({start, end}.union(*clipped))
+    place = {bound: number for number, bound in enumerate(bounds)}
+    covering: list[list[int]] = [[] for _ in bounds]
+    for i, (low, high) in zip(inside, clipped, strict=True):
+        for number in range(place[low], place[high]):
+            covering[number].append(i)
+    for span, those in zip(pairwise(bounds), covering, strict=False):
+        yield from _cut((*done, span), rest[1:], those, boxes)
 
 
 def merged(boxes: Iterable[Box]) -> list[Box]:

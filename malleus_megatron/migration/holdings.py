@@ -135,4 +135,4 @@ class BoxIndex:
 
     def overlapping(self, box: Box) -> list[Box]:
         """Boxes that share elements with this one, in the order of all."""
-        return list(self._tree.overlapping(box))
+        return self._tree.overlapping(box)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.boxes import Box, cells
+from malleus_megatron.migration.heap import no_search_for_cycles
 from malleus_megatron.migration.holdings import (
     BoxIndex,
     Holding,
@@ -108,6 +109,7 @@ type _Alike = tuple[tuple[int, ...], int, int]
 """Owners, element size and optimizer group: what the slices of one buffer have in common."""
 
 
+@no_search_for_cycles()
 def owner_slices(holdings: Holdings) -> tuple[Slice, ...]:
     """Cut every tensor into the slices whose owners are the same throughout.
 

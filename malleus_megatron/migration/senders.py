@@ -17,7 +17,7 @@ class Demand:
     holding: Holding
     """Where the piece goes."""
     holders: Mapping[int, Holding]
-    """GPU -> the tensor that it would send from."""
+    """GPU -> the tensor that it would send from; GPUs ascending."""
 
     @property
     def num_bytes(self) -> int:
@@ -30,7 +30,7 @@ def choose_senders(demands: Sequence[Demand], node_of: Mapping[int, int]) -> lis
 
     Bytes inside nodes and between nodes are counted apart, since they take different wires. The
     pieces with the fewest choices go first, and of those the largest: what can still be balanced
-    is balanced last. The same on every machine.
+    is balanced last. Of equals the first GPU sends. The same on every machine.
     """
     candidates = [_nearest(demand, node_of) for demand in demands]
     sent_inside: dict[int, int] = defaultdict(int)
@@ -40,7 +40,7 @@ def choose_senders(demands: Sequence[Demand], node_of: Mapping[int, int]) -> lis
         demand, gpus = demands[index], candidates[index]
         inside = node_of[gpus[0]] == node_of[demand.gpu]
         sent = sent_inside if inside else sent_between
-        gpu = min(gpus, key=lambda gpu: (sent[gpu], gpu))
+        gpu = min(gpus, key=sent.__getitem__)
         sent[gpu] += demand.num_bytes
         chosen[index] = gpu
     return chosen

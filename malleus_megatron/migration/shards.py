@@ -5,10 +5,12 @@ equal share of it, whatever rows and tensors that cuts: it gets their summed gra
 them, and gives all owners the new values.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from malleus_megatron.migration.boxes import Box, Span
+from malleus_megatron.migration.heap import no_search_for_cycles
 from malleus_megatron.migration.holdings import Holding, Holdings, tensor_name
 from malleus_megatron.migration.owners import OwnerGroup, Slice
 from malleus_megatron.migration.spans import boxes_of_span
@@ -75,6 +77,7 @@ class ShardGroup:
                 yield Piece(slice=part, box=box, span=span)
 
 
+@no_search_for_cycles()
 def shard_holdings(
     groups: Sequence[ShardGroup], kinds: Sequence[str], element_bytes: int, strip: str
 ) -> Holdings:
@@ -101,7 +104,8 @@ def piece_holding(
 ) -> Holding:
     """One piece of a share as a holding of one kind of state."""
     first = piece.slice.holdings[0]
-    key = f"{kind}.{first.key.removeprefix(strip)}"
+    # Of a large job there are hundreds of thousands: those of a tensor share the words.
+    key = sys.intern(f"{kind}.{first.key.removeprefix(strip)}")
     return Holding(
         key=key,
         global_shape=first.global_shape,
@@ -109,5 +113,5 @@ def piece_holding(
         element_bytes=element_bytes,
         name=tensor_name(key, piece.box),
         depth=piece.slice.depth,
-        block=group.block(kind),
+        block=sys.intern(group.block(kind)),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from malleus_megatron.errors import MigrationError
 from malleus_megatron.migration.boxes import Box, cells, merged
+from malleus_megatron.migration.heap import no_search_for_cycles
 from malleus_megatron.migration.holdings import (
     BoxIndex,
     Holding,
@@ -78,6 +79,7 @@ class TransferPlan:
         return sum(sent.get(gpu, 0) for gpu in gpus) / (busiest * len(gpus)) if busiest else 1.0
 
 
+@no_search_for_cycles()
 def plan_transfers(held: Holdings, needed: Holdings, node_of: Mapping[int, int]) -> TransferPlan:
     """Find a source for every needed element; the same result on every machine.
 
