@@ -23,6 +23,7 @@ from malleus_megatron.adapter.reshape.state import (
 )
 from malleus_megatron.adapter.reshape.view import View
 from malleus_megatron.migration.codec import holdings_from_bytes, holdings_to_bytes
+from malleus_megatron.migration.heap import no_search_for_cycles
 from malleus_megatron.migration.holdings import Holdings
 from malleus_megatron.migration.owners import reduction_groups
 from malleus_megatron.migration.shards import ShardGroup, shard_holdings
@@ -100,7 +101,8 @@ class StageMaker:
     def all_holdings(self, state: RankState) -> Holdings:
         """Of every GPU, as each of them lists them."""
         payloads = self._agreement.gather(holdings_to_bytes(state.holdings))
-        return {gpu: holdings_from_bytes(payload) for gpu, payload in enumerate(payloads)}
+        with no_search_for_cycles():
+            return {gpu: holdings_from_bytes(payload) for gpu, payload in enumerate(payloads)}
 
     def _nominal(self, view: View, model: list[Any], with_memory: bool) -> Made:
         """With Megatron's own optimizer, whose state lies as Megatron cuts it."""
