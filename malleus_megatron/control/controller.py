@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from malleus_megatron.config import Level
 from malleus_megatron.control.knowledge import Knowledge
+from malleus_megatron.control.lives import Lives
 from malleus_megatron.control.offers import Offers
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.rebalance import planned_stage_times, rebalanced
 from malleus_megatron.control.replanning import Planned, Replanner
-from malleus_megatron.control.reshape import Move, reshape_problem, reshaped
+from malleus_megatron.control.reshape import Move, Terms, best_layout, reshape_problem, reshaped
 from malleus_megatron.control.values import Decision, JobDescription, Observation
 from malleus_megatron.cost.pipeline import step_time_s
 from malleus_megatron.detector.samples import Sample
@@ -54,6 +55,7 @@ class Controller:
         self.offers = Offers()
         self.seen: Observation | None = None
         self.decision: Decision | None = None
+        self._lives = Lives()
         self._asks_probe = False
         self._cause_since: int | None = None
         """When what plans depend on began to be as it is known now, if no offer was made since."""
@@ -127,6 +129,7 @@ class Controller:
         rates = self._known.planned_rates
         if self.job.may_reshape and (rates.by_gpu or not self._runs_its_recipe()):
             return self._reshape(decision, observation, rates)
+        self._lives = self._lives.after(observation.iteration, self.job.layout)
         start_s = self._clock()
         move = self._rebalance(observation, rates) if decision.rates.by_gpu else None
         return self._offer(decision, observation, move, self._clock() - start_s)
@@ -169,14 +172,10 @@ class Controller:
         try:
             problem = reshape_problem(self.job, self._known, rates, counts)
             planned = self._replanner.plan(problem) if rates.by_gpu else None
-            move = reshaped(
-                self.job,
-                problem,
-                counts,
-                self._wanted(planned, observation),
-                policy=self.policy,
-                sure=self._known.sure_rates,
-            )
+            wanted = self._wanted(planned, observation)
+            terms = self._terms(problem, planned, observation.iteration)
+            sure = self._known.sure_rates
+            move = reshaped(self.job, problem, counts, wanted, terms=terms, sure=sure)
         except MalleusError as error:
             self._streak = self._sure_streak = 0
             return _warned(decision, f"No plan of another layout can be made: {error}")
@@ -184,6 +183,15 @@ class Controller:
             decision = _warned(decision, planned.why)
         seconds = 0.0 if planned is None else planned.seconds
         return self._offer(decision, observation, move, seconds)
+
+    def _terms(self, problem: Problem, planned: Planned | None, iteration: int) -> Terms:
+        """What a change must bring, layouts living as long as they do in this job."""
+        lasting = Terms.of(self.job, self.policy)
+        plan = None if planned is None else planned.plan
+        best = best_layout(self.job, problem, plan, terms=lasting, before=self._lives.best)
+        self._lives = self._lives.after(iteration, best)
+        life = self._lives.expected(iteration, self.policy.horizon)
+        return Terms.of(self.job, self.policy, life)
 
     def _wanted(self, planned: Planned | None, observation: Observation) -> Plan | None:
         """The planner's plan, unless the job has just refused it: then the next best is offered."""
@@ -230,6 +238,7 @@ class Controller:
         freedom = self.job.freedom
         self.offers = Offers()
         self._cause_since = None
+        self._lives = Lives()
         self._known = Knowledge(self.policy, () if freedom is None else freedom.layer_time_s)
         self._forget_samples()
 

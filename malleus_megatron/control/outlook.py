@@ -12,7 +12,7 @@ from malleus_megatron.control.knowledge import Knowledge
 from malleus_megatron.control.policy import Policy
 from malleus_megatron.control.rebalance import planned_stage_times
 from malleus_megatron.control.replanning import Replanner
-from malleus_megatron.control.reshape import reshape_problem, reshaped
+from malleus_megatron.control.reshape import Terms, reshape_problem, reshaped
 from malleus_megatron.control.values import JobDescription, Observation
 from malleus_megatron.cost.bounds import fluid_bottleneck_s
 from malleus_megatron.cost.pipeline import step_time_s
@@ -66,7 +66,8 @@ def outlook(job: JobDescription, observations: Sequence[Observation]) -> Outlook
     present = job.layout.with_counts(counts)
     present_s = plan_costs(problem, present).step_time_s
     asked = Replanner(clock=lambda: 0.0).plan(problem)
-    move = reshaped(job, problem, counts, asked.plan, policy=policy, sure=known.sure_rates)
+    terms = Terms.of(job, policy)
+    move = reshaped(job, problem, counts, asked.plan, terms=terms, sure=known.sure_rates)
     best = present if move is None else move.plan
     found = None if asked.plan is None else asked.plan.predicted
     alike = asked.plan is not None and len(asked.plan.pipelines) == len(best.pipelines)

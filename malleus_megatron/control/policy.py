@@ -30,7 +30,8 @@ class Policy:
     min_gain: float = 0.03
     """Part of the step's time that a new plan must save."""
     horizon: int = 200
-    """Iterations over which another layout must save what the switch to it takes."""
+    """Iterations over which another layout must save what the switch to it takes, at most: fewer
+    where layouts are seen to stay the best ones for a shorter time."""
     switch_s: float = 1.0
     """What a switch counts as until the job has made one and says what it took."""
     offer_timeout_iterations: int = 10

@@ -33,6 +33,29 @@ class Move:
     """True if it is another layout, not only other micro-batches."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a change must bring."""
+
+    min_gain: float
+    """Part of the present step's time."""
+    charge_s: float
+    """What each step under another layout is charged with: the switch over the horizon."""
+    least_s: float = 0.0
+    """What another layout must save in each step: the switch over a layout's life; 0 where that is
+    no shorter than the horizon."""
+
+    @classmethod
+    def of(cls, job: JobDescription, policy: Policy, life: float = math.inf) -> "Terms":
+        """Terms of a job whose layouts live so many iterations."""
+        switch_s = policy.switch_s if job.switch_s is None else job.switch_s
+        return cls(
+            min_gain=policy.min_gain,
+            charge_s=switch_s / policy.horizon,
+            least_s=switch_s / life if life < policy.horizon else 0.0,
+        )
+
+
 def reshape_problem(
     job: JobDescription, known: Knowledge, rates: Rates, counts: tuple[int, ...]
 ) -> Problem:
@@ -86,7 +109,7 @@ def reshaped(
     counts: tuple[int, ...],
     planned: Plan | None,
     *,
-    policy: Policy,
+    terms: Terms,
     sure: Rates,
 ) -> Move | None:
     """The best change, or None if the job should stay as it is.
@@ -94,15 +117,17 @@ def reshaped(
     Of plans within `min_gain` of the fastest the first is taken: the nominal layout, then other
     micro-batches in the present one, which moves no state, then the planner's plan. A plan of
     another layout is charged in each step with the switch's share over the horizon, T / H: only
-    that must not outweigh what it saves. Without stragglers the nominal plan is the only one,
-    whatever another promises: a healthy job runs its recipe.
+    that must not outweigh what it saves. Where layouts live shorter it is also left out unless it
+    earns the switch within such a life. Without stragglers the nominal plan is the only one,
+    whatever another promises: a healthy job runs its recipe. It waits with that only where layouts
+    live so shortly that the switch outweighs what the recipe saves, and `min_gain` too.
 
     Args:
         job: With the layout in force.
         problem: From `reshape_problem`.
         counts: Micro-batches of each pipeline now.
         planned: The planner's plan, if it has one and the job may be asked for it.
-        policy: What a change must save, and over how many iterations.
+        terms: What a change must save, and what it is charged.
         sure: All rates that are known for sure, those of no stragglers too: they are no reason for
             a change, but a plan that promises a step's time must have them.
     """
@@ -114,24 +139,70 @@ def reshaped(
         )
         if recipe.same_layout(now):
             return None
-        return _move(job, problem, recipe, now_s, sure)
-    min_gain = policy.min_gain
-    switch_s = policy.switch_s if job.switch_s is None else job.switch_s
+        if terms.least_s <= terms.min_gain * now_s or _earns(problem, recipe, terms.least_s):
+            return _move(job, problem, recipe, now_s, sure)
+    found = _target(job, problem, planned, terms)
+    if found is None or not _gain(now_s, found[0]) > terms.min_gain:
+        return None
+    return _move(job, problem, found[1], now_s, sure)
+
+
+def best_layout(
+    job: JobDescription,
+    problem: Problem,
+    planned: Plan | None,
+    *,
+    terms: Terms,
+    before: Plan | None,
+) -> Plan:
+    """The layout that these rates call for: the one before while it is as good as any.
+
+    Args:
+        job: With the layout in force.
+        problem: From `reshape_problem`.
+        planned: The planner's plan, if it has one, refused or not.
+        terms: Of a job whose layouts live long.
+        before: What this function returned the last time.
+    """
+    if not problem.rates.by_gpu:
+        return job.nominal
+    found = _target(job, problem, planned, terms)
+    if found is None:
+        return job.layout
+    old = None if before is None else _split(problem, before, before.microbatch_counts)
+    if old is not None and _gain(_charged_s(job, problem, old, terms), found[0]) <= terms.min_gain:
+        return old
+    return found[1]
+
+
+def _target(
+    job: JobDescription, problem: Problem, planned: Plan | None, terms: Terms
+) -> tuple[float, Plan] | None:
+    """The first plan within `min_gain` of the fastest, with its step's seconds and charge."""
     options = [
-        (
-            plan_costs(problem, plan).step_time_s
-            + (0.0 if plan.same_layout(now) else switch_s / policy.horizon),
-            plan,
-        )
-        for plan in _options(job, problem, planned, min_gain)
+        (_charged_s(job, problem, plan, terms), plan)
+        for plan in _options(job, problem, planned, terms.min_gain)
+        if plan.same_layout(job.layout) or _earns(problem, plan, terms.least_s)
     ]
-    if not options:
-        return None
-    fastest_s = min(time_s for time_s, _ in options)
-    target_s, target = next(option for option in options if _gain(option[0], fastest_s) <= min_gain)
-    if not _gain(now_s, target_s) > min_gain:
-        return None
-    return _move(job, problem, target, now_s, sure)
+    fastest_s = min((time_s for time_s, _ in options), default=math.inf)
+    return next((each for each in options if _gain(each[0], fastest_s) <= terms.min_gain), None)
+
+
+def _earns(problem: Problem, plan: Plan, least_s: float) -> bool:
+    """True if the plan saves so much in each step, against the best that moves no state.
+
+    Where nothing is asked for, nothing is compared. Away from a failed GPU everything is saved.
+    """
+    present = problem.current_plan
+    if not least_s or present is None:
+        return True
+    present_s, plan_s = (plan_costs(problem, each).step_time_s for each in (present, plan))
+    return present_s - plan_s >= least_s
+
+
+def _charged_s(job: JobDescription, problem: Problem, plan: Plan, terms: Terms) -> float:
+    charge_s = 0.0 if plan.same_layout(job.layout) else terms.charge_s
+    return plan_costs(problem, plan).step_time_s + charge_s
 
 
 def _options(
