@@ -171,7 +171,7 @@ class Controller:
         counts = observation.microbatch_counts
         try:
             problem = reshape_problem(self.job, self._known, rates, counts)
-            planned = self._replanner.plan(problem) if rates.by_gpu else None
+            planned = self._planned(problem, observation.iteration) if rates.by_gpu else None
             wanted = self._wanted(planned, observation)
             terms = self._terms(problem, planned, observation.iteration)
             sure = self._known.sure_rates
@@ -192,6 +192,10 @@ class Controller:
         self._lives = self._lives.after(iteration, best)
         life = self._lives.expected(iteration, self.policy.horizon)
         return Terms.of(self.job, self.policy, life)
+
+    def _planned(self, problem: Problem, iteration: int) -> Planned:
+        min_gain = self.policy.min_gain
+        return self._replanner.plan(problem, iteration=iteration, min_gain=min_gain)
 
     def _wanted(self, planned: Planned | None, observation: Observation) -> Plan | None:
         """The planner's plan, unless the job has just refused it: then the next best is offered."""
