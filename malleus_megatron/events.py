@@ -21,6 +21,8 @@ class _Outage:
     """A time in which no line could be written."""
 
     since: int
+    last: int = 0
+    """The iteration of the last one that is missing."""
     again_in: int = 0
     """The iteration in which the next line is tried."""
     lines: int = 0
@@ -32,7 +34,8 @@ class EventLog:
 
     A disk that fills up or a server that is away must not end a training job, nor its log: after
     a failed write nothing is written for a while, then the file is opened anew. `failure` says
-    why, `news` that it goes on; an event `missing` stands where lines are missing.
+    why, `news` that it goes on; an event `missing` stands where lines are missing. A file that is
+    moved away or removed is noticed after a while, and another one takes its place.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -51,9 +54,10 @@ class EventLog:
         self._unkept: tuple[str, str] | None = None
         """The last file of its own that came in an outage."""
         self._keeps = True
+        self._looked_in = 0
+        """The iteration in which the file was seen to be in its place."""
         if folder is not None:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
                 self._open(folder)
             except OSError as error:
                 raise BadInputError(f"Cannot write events to {folder}: {error}.") from error
@@ -68,9 +72,12 @@ class EventLog:
         text = json_line(line)
         outage = self._outage
         if outage is not None and iteration < outage.again_in:
-            outage.lines += 1
+            outage.lines, outage.last = outage.lines + 1, iteration
             return
         try:
+            if abs(iteration - self._looked_in) >= _PAUSE:
+                self._looked_in = iteration
+                self._look(self._folder)
             if self._file is None:
                 self._open(self._folder)
             self._append(text if outage is None else _missing(outage, iteration) + text)
@@ -99,15 +106,29 @@ class EventLog:
             self._keeps = True
 
     def close(self) -> None:
-        """Close the file; later events are dropped."""
+        """Close the file; later events are dropped. What is missing at the end is said there."""
+        if self._folder is not None and self._outage is not None:
+            with contextlib.suppress(OSError):  # it was told
+                self._open(self._folder)
+                self._append(_missing(self._outage, self._outage.last))
         self._shut()
         self._folder = None
 
     def _open(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "events.jsonl"
         self._file = FileIO(path, "ab")  # without a buffer, whose rest would be written later
         if not _ends_whole(path):
             self._append("\n")
+
+    def _look(self, folder: Path) -> None:
+        """Let go of a file that is no longer where the log is looked for."""
+        if self._file is None:
+            return
+        path = folder / "events.jsonl"
+        if not path.exists() or not os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+            self._shut()
+            self.news = f"{path} was moved or removed: events go into a new one"
 
     def _append(self, text: str) -> None:
         assert self._file is not None
@@ -127,6 +148,7 @@ class EventLog:
                 f"{_PAUSE} iterations."
             )
         self._outage.lines += 1
+        self._outage.last = iteration
         self._outage.again_in = iteration + _PAUSE
 
     def _go_on(self, folder: Path, outage: _Outage) -> None:

@@ -8,9 +8,12 @@ from statistics import median
 from malleus_megatron.control.telemetry import ABSENT, IDLE, GpuReading, likely_reason
 from malleus_megatron.control.values import Decision
 from malleus_megatron.events import EventLog
+from malleus_megatron.plan.rates import Rates
 
 _MANY = 16
 """With more at a time one line speaks for all, and names so many."""
+_MUCH_SLOWER = 1.5
+"""A straggler whose rate has grown by this since it was told is told again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +40,8 @@ class StragglerNews:
         """
         self._events = events
         self._say = say
-        self._stragglers: frozenset[int] = frozenset()
+        self._told: dict[int, float] = {}
+        """Stragglers, with the rate that was told."""
         self._unexplained: list[_Named] = []
 
     @property
@@ -46,10 +50,14 @@ class StragglerNews:
         return bool(self._unexplained)
 
     def take(self, decision: Decision, iteration: int) -> None:
-        """Say who has recovered; new stragglers are named with their GPUs' readings."""
+        """Say who has recovered or is much slower; new stragglers are named with their readings.
+
+        A GPU whose rate is not known is what it was: a planner that was started anew knows none.
+        """
         now, rates = frozenset(decision.stragglers), decision.rates
+        known = {gpu for gpu, _ in rates}
         found = {one.gpu: one for one in decision.detections}
-        for gpu in sorted(now - self._stragglers):
+        for gpu in sorted(now - self._told.keys()):
             one = found.get(gpu)
             self._unexplained.append(
                 _Named(
@@ -59,14 +67,27 @@ class StragglerNews:
                     delay=None if one is None else one.delay,
                 )
             )
-        recovered = sorted(self._stragglers - now)
+        recovered = sorted(known & self._told.keys() - now)
         for gpu in recovered:
             self._events.write("recovered", iteration, gpu=gpu, rate=rates[gpu])
-            if len(recovered) <= _MANY:
-                self._say(f"GPU {gpu} has recovered: rate {rates[gpu]:.2f}")
-        if len(recovered) > _MANY:
-            self._say(f"{len(recovered)} GPUs have recovered: {_some(recovered)}")
-        self._stragglers = now
+        self._say_each(recovered, "GPU {} has recovered: rate {:.2f}", "GPUs have recovered", rates)
+        slower = sorted(
+            gpu
+            for gpu in now & known & self._told.keys()
+            if self._told[gpu] < math.inf and rates[gpu] >= _MUCH_SLOWER * self._told[gpu]
+        )
+        self._say_each(
+            slower, "GPU {} is slower yet: rate {:.2f}", "stragglers are slower yet", rates
+        )
+        told = {gpu: rates[gpu] for gpu in (now - self._told.keys()).union(slower)}
+        self._told = {g: r for g, r in self._told.items() if g not in recovered} | told
+
+    def _say_each(self, gpus: Sequence[int], one: str, many: str, rates: Rates) -> None:
+        if len(gpus) > _MANY:
+            self._say(f"{len(gpus)} {many}: {_some(gpus)}")
+            return
+        for gpu in gpus:
+            self._say(one.format(gpu, rates[gpu]))
 
     def explain(self, readings: Sequence[GpuReading], iteration: int) -> None:
         """Name the new stragglers, each with what sets its GPU apart.

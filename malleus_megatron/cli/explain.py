@@ -12,6 +12,7 @@ from malleus_megatron.errors import EXIT_BAD_INPUT
 
 if TYPE_CHECKING:
     from malleus_megatron.plan.plan import Plan
+    from malleus_megatron.plan.problem import Problem
     from malleus_megatron.planner.explanation import Explanation
 
 
@@ -41,11 +42,13 @@ def main(arguments: argparse.Namespace) -> int:
         document: dict[str, Any] = {"schema_version": 1, "predicted": _predicted(plan)}
         text = render_plan(plan, None, plan.predicted.memory_mib if plan.predicted else None)
     else:
-        found = explain(read_problem(arguments.problem), plan)
+        problem = read_problem(arguments.problem)
+        found = explain(problem, plan)
+        bound = _bound(problem, plan)
         status = EXIT_BAD_INPUT if found.faults else 0
-        document = _document(plan, found)
+        document = _document(plan, found) | {"lower_bound": bound}
         text = render_plan(plan, found.costs.stage_times_s, found.costs.memory_mib)
-        text += "\n" + "\n".join(_sentences(plan, found)) + "\n"
+        text += "\n" + "\n".join(_sentences(plan, found, bound)) + "\n"
     if arguments.json:
         text = json.dumps(document, sort_keys=True, allow_nan=False) + "\n"
     sys.stdout.write(text)
@@ -57,13 +60,11 @@ def _predicted(plan: "Plan") -> dict[str, Any] | None:
 
 
 def _document(plan: "Plan", found: "Explanation") -> dict[str, Any]:
-    bound = plan.predicted.lower_bound if plan.predicted is not None else None
     return {
         "schema_version": 1,
         "objective": plan.objective,
         "step_time_s": _finite(found.costs.step_time_s),
         "bottleneck": _finite(found.costs.bottleneck),
-        "lower_bound": bound,
         "bound_by": {"pipeline": found.pipeline, "stage": found.stage, "gpu": found.gpu},
         "stage_times_s": [[_finite(t) for t in times] for times in found.costs.stage_times_s],
         "memory_mib": found.costs.memory_mib,
@@ -78,7 +79,15 @@ def _document(plan: "Plan", found: "Explanation") -> dict[str, Any]:
     }
 
 
-def _sentences(plan: "Plan", found: "Explanation") -> list[str]:
+def _bound(problem: "Problem", plan: "Plan") -> float | None:
+    """What was proved when the plan was made, if it was made for this problem."""
+    was_for = None if plan.planning is None else plan.planning.problem
+    if plan.predicted is None or was_for != problem.digest:
+        return None
+    return plan.predicted.lower_bound
+
+
+def _sentences(plan: "Plan", found: "Explanation", bound: float | None) -> list[str]:
     stage = plan.pipelines[found.pipeline].stages[found.stage]
     time_s = found.costs.stage_times_s[found.pipeline][found.stage]
     lines = [
@@ -86,11 +95,16 @@ def _sentences(plan: "Plan", found: "Explanation") -> list[str]:
         f"slowest stage is {found.stage} ({time_s:.6g} s a micro-batch, {stage.num_layers} layers "
         f"on GPUs {list(stage.gpus)}), and there GPU {found.gpu}."
     ]
-    if plan.predicted is not None and plan.predicted.lower_bound is not None:
+    if bound is not None:
         value = found.costs.value(plan.objective)
         lines.append(
-            f"In the objective {plan.objective} it has {value:.6g}; no plan is below "
-            f"{plan.predicted.lower_bound:.6g}, as was proved when it was made."
+            f"In the objective {plan.objective} it has {value:.6g}; no plan is below {bound:.6g}, "
+            "as was proved when it was made."
+        )
+    elif plan.predicted is not None and plan.predicted.lower_bound is not None:
+        lines.append(
+            f"What was proved when the plan was made, that none is below "
+            f"{plan.predicted.lower_bound:.6g}, is not known of this problem."
         )
     lines.append(_nominal(found))
     for cost in found.stragglers:

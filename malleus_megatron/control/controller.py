@@ -130,9 +130,7 @@ class Controller:
         if self.job.may_reshape and (rates.by_gpu or not self._runs_its_recipe()):
             return self._reshape(decision, observation, rates)
         self._lives = self._lives.after(observation.iteration, self.job.layout)
-        start_s = self._clock()
-        move = self._rebalance(observation, rates) if decision.rates.by_gpu else None
-        return self._offer(decision, observation, move, self._clock() - start_s)
+        return self._rebalance(decision, observation, rates)
 
     def _shown(self, observation: Observation) -> Decision:
         """What is known of the GPUs, and nothing decided."""
@@ -152,8 +150,19 @@ class Controller:
     def _runs_its_recipe(self) -> bool:
         return self.job.layout.same_layout(self.job.nominal)
 
-    def _rebalance(self, observation: Observation, rates: Rates) -> Move | None:
-        """Other micro-batches in the present layout, by what its stages take at these rates."""
+    def _rebalance(self, decision: Decision, observation: Observation, rates: Rates) -> Decision:
+        """Other micro-batches in the present layout."""
+        start_s = self._clock()
+        try:
+            is_known = bool(decision.rates.by_gpu)
+            move = self._other_counts(observation, rates) if is_known else None
+        except MalleusError as error:  # a failed GPU cannot be left out at this level
+            self._streak = self._sure_streak = 0
+            return _warned(decision, f"No other micro-batches can be planned: {error}")
+        return self._offer(decision, observation, move, self._clock() - start_s)
+
+    def _other_counts(self, observation: Observation, rates: Rates) -> Move | None:
+        """The best ones by what the stages of the present layout take at these rates."""
         counts, layout = observation.microbatch_counts, self.job.layout
         stages = planned_stage_times(layout, self._known, rates)
         stock = self.job.nominal if self._runs_its_recipe() else layout

@@ -14,7 +14,9 @@ def headline(history: History, stragglers: tuple[Straggler, ...]) -> str:
     if not steps:
         return "No iteration has ended yet."
     if not stragglers:
-        parts = [f"No straggler was found in {_iterations(history.num_iterations)}"]
+        gap = _gap(history)
+        told = f" that {'was' if history.num_iterations == 1 else 'were'} told" if gap else ""
+        parts = [f"No straggler was found in {_iterations(history.num_iterations)}{told}", gap]
         parts += [_changed(changes)] if changes else []
         return _sentence([*parts, f"a step took {seconds(median_step_s(steps))} (median)"])
     first = min(straggler.since for straggler in stragglers)
@@ -28,8 +30,18 @@ def headline(history: History, stragglers: tuple[Straggler, ...]) -> str:
             _recovered(stragglers),
             _changed(later),
             f"a step took {took}" if took else "",
+            _gap(history),
         ]
     )
+
+
+def _gap(history: History) -> str:
+    """What of the log could not be written."""
+    gaps = history.of_kind("missing")
+    if not gaps:
+        return ""
+    lines = sum(gap.integer("lines") or 0 for gap in gaps)
+    return f"{lines} lines from iteration {gaps[0].text('since')} on are missing"
 
 
 def _who(stragglers: tuple[Straggler, ...], first: int) -> str:

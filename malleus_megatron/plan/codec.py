@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     if plan.predicted is not None:
         document["predicted"] = _prediction_to_json(plan.predicted)
     if plan.planning is not None:
-        document["planning"] = {"seconds": plan.planning.seconds, "seed": plan.planning.seed}
+        note = {name: value for name, value in asdict(plan.planning).items() if value is not None}
+        document["planning"] = note
     return document
 
 
@@ -219,4 +221,5 @@ def _note(document: Any, where: str) -> PlanningNote | None:
     return PlanningNote(
         seconds=as_float(body.get("seconds", 0.0), f"{where}.seconds"),
         seed=as_int(body.get("seed", 0), f"{where}.seed"),
+        problem=str(body["problem"]) if body.get("problem") else None,
     )

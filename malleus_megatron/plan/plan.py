@@ -82,6 +82,8 @@ class PlanningNote:
 
     seconds: float
     seed: int
+    problem: str | None = None
+    """The digest of what it was made for; what was proved of it holds there alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """What the planner is asked: a cluster, a model's costs, a batch, the freedom it has, the rates."""
 
+import hashlib
 import math
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -162,6 +163,12 @@ class Problem:
     """A rate below it counts as 1."""
     rates: Rates = field(default_factory=Rates)
     current_plan: Plan | None = None
+
+    @property
+    def digest(self) -> str:
+        """The same for problems whose plans have the same values, wherever they lie now."""
+        text = repr(replace(self, current_plan=None))
+        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself; the message names the field and its value."""

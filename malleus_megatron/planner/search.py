@@ -65,7 +65,9 @@ def make_plan(
             healthy_step_time_s=_healthy_step_time_s(problem, plan),
             memory_mib=priced.memory_mib,
         ),
-        planning=PlanningNote(seconds=round(solution.work / WORK_PER_SECOND, 3), seed=seed),
+        planning=PlanningNote(
+            seconds=round(solution.work / WORK_PER_SECOND, 3), seed=seed, problem=problem.digest
+        ),
     )
 
 

@@ -104,7 +104,7 @@ class Agreement:
         source = self._channel.least(self.rank if text else self.world_size)
         if source == self.world_size:
             return None
-        encoded = (text or "").encode()[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
+        encoded = _bytes(text or "")[:_MAX_TEXT_BYTES].ljust(_MAX_TEXT_BYTES, b"\0")
         found = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         self._channel.broadcast(found, source)
         return found.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -116,7 +116,7 @@ class Agreement:
 
     def unlike_ranks(self, text: str) -> list[int]:
         """On every rank: those whose text is not rank 0's. Texts are compared by their hash."""
-        digest = hashlib.sha256(text.encode()).digest()
+        digest = hashlib.sha256(_bytes(text)).digest()
         rows = self.exchange([float(byte) for byte in digest[:16]])
         return [rank for rank, row in enumerate(rows) if row != rows[0]]
 
@@ -139,6 +139,11 @@ class Agreement:
 def _numbers(rows: Tensor) -> list[list[float]]:
     numbers: list[list[float]] = rows.tolist()
     return numbers
+
+
+def _bytes(text: str) -> bytes:
+    """Of any text: a file's name may have bytes that are no characters."""
+    return text.encode(errors="backslashreplace")
 
 
 def _short(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """What is said to the sidecar, and what becomes of its failures. No thread, no clock."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 _MAX_NAMED_GPUS = 16
 _GOES_ON = "Training goes on under the current plan"
-_DIGITS = re.compile(r"[\d.]+")
-"""A state that lasts, told with figures that move, is one thing to say."""
+_FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,9 @@ class Conversation:
         self._restarts = 0
         self._answered = 0
         self._states = Once()
+        self._timings = Once()
         self._outages = Once()
+        self._said = (self._states, self._timings, self._outages)
         self._unsent = Outbox(MOST_EVENT_BYTES)
         self._page: str | None = None
         self.describe(job)
@@ -100,10 +102,8 @@ class Conversation:
         warnings: tuple[str, ...] = ()
         if decision is not None:
             self._went_well()
-            warnings = self._states.say(_unmeasured(decision), as_what="unmeasured")
-            warnings += self._states.say(
-                decision.warning or None, as_what=_DIGITS.sub("", decision.warning)
-            )
+            warnings = self._timings.say(_unmeasured(decision))
+            warnings += self._states.say(decision.warning or None, as_what=_kind(decision.warning))
         return Turn(decision=decision, warnings=warnings, news=self._where())
 
     def _introduce(self) -> None:
@@ -154,7 +154,7 @@ class Conversation:
         self._answered += 1
         if self._answered == LONG:
             self._restarts = 0
-        for said in (self._states, self._outages):
+        for said in self._said:
             said.pass_iteration()
 
     def _failed(self, error: str) -> tuple[str, ...]:
@@ -162,7 +162,7 @@ class Conversation:
         is_new = not self._failures
         self._failures += 1
         self._answered = 0
-        for said in (self._states, self._outages):
+        for said in self._said:
             said.interrupt()
         self._job_is_known = False
         end = self._sidecar.end()
@@ -187,6 +187,11 @@ class Conversation:
                 return f"{what}; it is started again ({self._restarts} of {_MAX_RESTARTS})."
         self.over = True
         return f"{what}; there are no more re-plans."
+
+
+def _kind(warning: str) -> str:
+    """A state that lasts is one thing to say, until a figure in it has doubled."""
+    return _FIGURE.sub(lambda found: str(math.frexp(float(found[0]))[1]), warning)
 
 
 def _unmeasured(decision: Decision) -> str | None:

@@ -3,6 +3,10 @@
 _MAX_WARNINGS = 20
 LONG = 100
 """Iterations that were answered in a row: what comes after them is told anew."""
+_CUT = (
+    f"Further warnings of {_MAX_WARNINGS} kinds and more are left out until there was none for "
+    f"{LONG} iterations; the sidecar's /v1/status has the present one."
+)
 
 
 class Once:
@@ -10,6 +14,7 @@ class Once:
 
     def __init__(self) -> None:
         """Nothing was said yet."""
+        self._is_cut = False
         self._quiet: dict[str, int] = {}
         """What was said -> how many iterations in a row were answered since it came last."""
 
@@ -26,7 +31,8 @@ class Once:
         is_new = what not in self._quiet
         if is_new and len(self._quiet) >= _MAX_WARNINGS:
             self.interrupt()  # else an endless variety had its turn again and again
-            return ()
+            is_first, self._is_cut = not self._is_cut, True
+            return (_CUT,) if is_first else ()
         self._quiet[what] = 0
         return (warning,) if is_new else ()
 
@@ -34,6 +40,7 @@ class Once:
         """One more was answered: what has not come for a long time is forgotten."""
         passed = {what: quiet + 1 for what, quiet in self._quiet.items()}
         self._quiet = {what: quiet for what, quiet in passed.items() if quiet < LONG}
+        self._is_cut = self._is_cut and len(self._quiet) >= _MAX_WARNINGS
 
     def interrupt(self) -> None:
         """An iteration was not answered: the row begins anew."""

@@ -47,7 +47,8 @@ def texts_of(cases: list[dict[int, str]]) -> list[str | None]:
 def test_all_ranks_hear_the_lowest_rank_that_has_something_to_say() -> None:
     long = "ä" * 3000
     cases: list[dict[int, str]] = [{}, {2: "two"}, {3: "three", 1: "eins ü"}, {0: ""}, {1: long}]
-    wanted = [None, "two", "eins ü", None, "ä" * 1024]
+    cases.append({1: "no character: \udcff"})
+    wanted = [None, "two", "eins ü", None, "ä" * 1024, "no character: \\udcff"]
     assert run_ranks(4, texts_of, cases) == [wanted] * 4
 
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,34 @@ def test_after_a_hiccup_the_log_goes_on_and_says_what_is_missing(tmp_path: Path)
     assert log.news is not None
     assert "100 lines from iteration 7 on are missing" in log.news
     assert (tmp_path / "plans" / "generation-1.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("remove", [shutil.rmtree, lambda folder: folder.rename(f"{folder}.1")])
+def test_a_folder_that_is_moved_or_removed_is_made_again(
+    tmp_path: Path, remove: Callable[[Path], None]
+) -> None:
+    """By one who rotates logs, or tidies up."""
+    folder = tmp_path / "log"
+    log = EventLog(folder)
+    log.write("iteration", 1)
+    remove(folder)
+    for iteration in range(2, 205):
+        log.write("iteration", iteration)
+    assert [line["iteration"] for line in lines(folder)] == list(range(100, 205))
+    assert log.failure is None
+    assert log.news is not None
+    assert "was moved or removed: events go into a new one" in log.news
+
+
+def test_what_is_missing_at_the_end_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.symlink_to("/dev/full")
+    log = EventLog(tmp_path)
+    for iteration in (7, 8, 9):
+        log.write("iteration", iteration)
+    path.unlink()
+    log.close()
+    assert lines(tmp_path) == [{"event": "missing", "iteration": 9, "since": 7, "lines": 3}]
 
 
 def test_half_a_line_is_not_joined_to_the_next_one(tmp_path: Path) -> None:

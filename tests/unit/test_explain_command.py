@@ -94,3 +94,21 @@ def test_gpus_that_the_problem_does_not_have_are_an_error(tmp_path: Path, capsys
     words = ["explain", str(tmp_path / "plan.json"), "--problem", str(tmp_path / "p.json")]
     assert main(words) == 2
     assert "The plan names GPU 2; the problem has 0..1." in capsys.readouterr().err
+
+
+def test_what_was_proved_is_said_of_the_same_problem_only(tmp_path: Path, capsys: Any) -> None:
+    """Healed GPUs that the plan does without change nothing in it, but another plan is better."""
+    asked = problem([4], 8, 4, rates={"0": 9.0})
+    healed = asked | {"rates": {}}
+    (tmp_path / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    assert main(["plan", str(tmp_path / "asked.json"), "--out", str(tmp_path / "made.json")]) == 0
+    capsys.readouterr()
+    plan = json.loads((tmp_path / "made.json").read_text(encoding="utf-8"))
+    proved = plan["predicted"]["lower_bound"]
+    _, text, document = explained(tmp_path, capsys, asked, plan)
+    assert document["lower_bound"] == proved
+    assert f"no plan is below {proved:.6g}, as was proved" in text
+    for other in (healed, problem([4], 8, 8, rates={"0": 9.0})):
+        _, text, document = explained(tmp_path, capsys, other, plan)
+        assert document["lower_bound"] is None
+        assert "is not known of this problem" in text

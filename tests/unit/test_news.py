@@ -171,6 +171,33 @@ def test_many_changes_at_a_time_are_one_line_and_an_event_each(
     assert sum(event["event"] == "recovered" for event in events) == count
 
 
+def test_a_straggler_is_told_again_when_it_is_much_slower() -> None:
+    lines: list[str] = []
+    news = StragglerNews(EventLog(None), lines.append)
+    for k, rate in enumerate([1.2, 1.3, 12.5, 13.0, math.inf, math.inf], start=4):
+        slow = Decision(iteration=k, rates=Rates.of({0: 1.0, 1: rate}), stragglers=(1,))
+        news.take(slow, k)
+        news.explain([GpuReading()] * 2, k)
+    assert [line.split(";")[0] for line in lines] == [
+        "GPU 1 is a straggler: rate 1.20",
+        "GPU 1 is slower yet: rate 12.50",
+        "GPU 1 is slower yet: rate inf",
+    ]
+
+
+def test_a_gpu_of_which_nothing_is_known_has_not_recovered() -> None:
+    """A sidecar that was started anew has seen too little at first."""
+    lines: list[str] = []
+    news = StragglerNews(EventLog(None), lines.append)
+    slow = Decision(iteration=4, rates=Rates.of({0: 1.0, 1: 4.0}), stragglers=(1,))
+    for k, decided in enumerate([slow, Decision(iteration=5), Decision(iteration=6), slow], 4):
+        news.take(decided, k)
+        news.explain([GpuReading()] * 2, k)
+    assert lines == ["GPU 1 is a straggler: rate 4.00"]
+    news.take(Decision(iteration=9, rates=Rates.of({0: 1.0, 1: 1.01})), 9)
+    assert lines[1:] == ["GPU 1 has recovered: rate 1.01"]
+
+
 def test_gpus_of_many_are_compared_with_their_own_kind(tmp_path: Path) -> None:
     news = StragglerNews(EventLog(tmp_path), lambda _: None)
     other = GpuReading(sm_mhz=1200, max_sm_mhz=1210, clock_reasons=0.0)

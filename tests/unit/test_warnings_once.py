@@ -19,15 +19,17 @@ def encoded(decision: Decision) -> bytes:
     return protocol.encode(protocol.decision_to_json(decision))
 
 
-def test_other_gpus_without_timings_are_the_same_state(sidecar: FakeSidecar) -> None:
-    """Else twenty sets of them would use up what may be told."""
+def test_gpus_without_timings_use_up_nothing_that_states_may_tell(sidecar: FakeSidecar) -> None:
+    """Each set of GPUs is told, some twenty of them."""
     conversation = talk(sidecar)
     warnings: list[str] = []
     for k in range(1, 41):
         ignored = Decision(iteration=k, ignored=(k % 4, 4 + k))
         sidecar.answer = partial(answering, sidecar, encoded(ignored))
         warnings += conversation.exchange(observation(k)).warnings
-    assert len(warnings) == 1
+    assert len(warnings) == 21
+    assert "GPU 1, 5;" in warnings[0]
+    assert warnings[-1].startswith("Further warnings of 20 kinds and more are left out")
     sidecar.answer = partial(answering, sidecar, encoded(Decision(iteration=41, warning="Busy.")))
     assert conversation.exchange(observation(41)).warnings == ("Busy.",)
 
@@ -50,8 +52,10 @@ def told_in(sidecar: FakeSidecar, warnings: list[str]) -> list[int]:
         ((["Busy."] + [""] * 98) * 4, [1]),  # it comes again and again
         ((["Busy."] + [""] * 100) * 3, [1, 102, 203]),
         (["Busy."] + ["Hot."] * 200 + ["Busy."], [1, 2, 202]),
-        (["x" * k for k in range(1, 401)], list(range(1, 21))),
-        (["x" * k for k in range(1, 31)] + [""] * 100 + ["Busy."], [*range(1, 21), 131]),
+        # The one after the twentieth is that more are left out.
+        (["x" * k for k in range(1, 401)], list(range(1, 22))),
+        (["x" * k for k in range(1, 31)] + [""] * 100 + ["Busy."], [*range(1, 22), 131]),
+        ([f"{one} times as long" for one in (1.2, 1.9, 5.0, 6.1, 40.0, 1.3)], [1, 3, 5]),
     ],
 )
 def test_a_state_is_told_anew_after_a_long_time_without_it(
