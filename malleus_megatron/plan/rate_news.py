@@ -33,6 +33,9 @@ class RateNews:
             stragglers: Those among them.
         """
         now = frozenset(stragglers)
+        if iteration < self._told_in:  # the job began again, from a checkpoint say
+            self._told_in = self._settled_in = 0
+            self.told = Rates()
         if not rates.by_gpu or not self._are_news(iteration, rates, now):
             return False
         if now != self._stragglers:

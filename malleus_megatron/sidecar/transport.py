@@ -23,6 +23,8 @@ REPLY_TIMEOUT_S = 20.0
 """Of what takes no planning, on a busy host."""
 PLANNING_PATH = "/v1/samples"
 
+_REMEDIES = {HTTPStatus.UNAUTHORIZED: " Its token is to be in the job's --malleus-token-file."}
+
 
 class HttpTransport:
     """POSTs JSON over a connection of its own each time.
@@ -86,7 +88,10 @@ class HttpTransport:
         if response.status != HTTPStatus.OK:
             text = answer[:200].decode(errors="replace")
             kind = NoJobError if response.status == HTTPStatus.CONFLICT else SidecarError
-            raise kind(f"{self.url}{path} answered {response.status}: {text!r}.")
+            raise kind(
+                f"{self.url}{path} answered {response.status}: {text!r}."
+                f"{_REMEDIES.get(response.status, '')}"
+            )
         return answer
 
     def _read(self, response: HTTPResponse, timeout_s: float, deadline: float) -> bytes:

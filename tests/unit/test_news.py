@@ -34,6 +34,14 @@ def test_the_noise_of_healthy_gpus_is_told_now_and_then() -> None:
     assert told == [3, 103, 203, 303]
 
 
+def test_a_job_that_begins_again_tells_its_rates_and_is_quiet_then() -> None:
+    random_ = random.Random(1)
+    news = RateNews()
+    assert news.take(5000, noisy(random_, 0.1), ())
+    told = [news.take(k, noisy(random_, 0.1), ()) for k in range(100, 160)]
+    assert told == [True] + [False] * 59
+
+
 def test_quiet_rates_are_told_once() -> None:
     news, rates = RateNews(), Rates.of({0: 1.0, 1: 1.02})
     assert not news.take(1, Rates(), ())

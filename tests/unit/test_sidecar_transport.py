@@ -99,6 +99,7 @@ def endless(connection: socket.socket) -> None:
         ),
         (says(page(b"busy", "503 Busy")), "/v1/job answered 503: 'busy'"),
         (says(page(b"", "302 Found")), "answered 302"),
+        (says(page(b"who?", "401 No")), r"401: 'who\?'\. Its token .* --malleus-token-file\."),
         (endless, "answered more than 100000 bytes"),
         (says(page(b"x" * 100_001)), "answered more than 100000 bytes"),
         (drip, "did not answer within 0.3 s"),
