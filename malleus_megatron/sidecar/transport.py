@@ -23,7 +23,9 @@ REPLY_TIMEOUT_S = 20.0
 """Of what takes no planning, on a busy host."""
 PLANNING_PATH = "/v1/samples"
 
-_REMEDIES: dict[int, str] = {HTTPStatus.UNAUTHORIZED: " Its token is to be in the job's --malleus-token-file."}
+_REMEDIES: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: " Its token is to be in the job's --malleus-token-file."
+}
 
 
 class HttpTransport:
