@@ -21,7 +21,8 @@ def headline(history: History, stragglers: tuple[Straggler, ...]) -> str:
         return _sentence([*parts, f"a step took {seconds(median_step_s(steps))} (median)"])
     first = min(straggler.since for straggler in stragglers)
     later = [iteration for iteration in changes if iteration > first]
-    spans = _around_changes(steps, first, later) if later else _while_slow(steps, first, stragglers)
+    begun = [straggler.since for straggler in stragglers]
+    spans = _around_changes(steps, begun, later) if later else _while_slow(steps, first, stragglers)
     times = [(median_step_s(own), when) for when, own in spans]
     took = in_words([f"{seconds(time_s)} {when}" for time_s, when in times if time_s is not None])
     return _sentence(
@@ -93,10 +94,14 @@ def _while_slow(steps: list[Step], first: int, stragglers: tuple[Straggler, ...]
     ]
 
 
-def _around_changes(steps: list[Step], first: int, changes: list[int]) -> _Spans:
-    """Before, until the plan changed, under the new one, and under the last one."""
-    change = changes[0]
-    until = changes[1] if len(changes) > 1 else steps[-1].iteration + 1
+def _around_changes(steps: list[Step], begun: list[int], changes: list[int]) -> _Spans:
+    """Before, until the plan changed, under the new one, and under the last one.
+
+    What another GPU costs that slows down later is not the new plan's.
+    """
+    first, change = min(begun), changes[0]
+    ends = [*changes[1:2], *(since for since in begun if since > change)]
+    until = min(ends, default=steps[-1].iteration + 1)
     spans = [
         ("before", [step for step in steps if step.iteration < first]),
         ("until the plan changed", [step for step in steps if first <= step.iteration < change]),

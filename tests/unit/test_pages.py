@@ -167,6 +167,29 @@ def test_the_sentence_says_who_when_and_what_it_cost(folder: Path) -> None:
     )
 
 
+def test_a_later_straggler_is_not_the_new_plans_fault(tmp_path: Path) -> None:
+    times = {1: 1.0, 5: 3.0, 10: 1.5, 15: 4.0, 20: 2.0}
+    events: list[dict[str, Any]] = [
+        {
+            "event": "iteration",
+            "iteration": k,
+            "step_time_s": times[max(at for at in times if at <= k)],
+        }
+        for k in range(1, 26)
+    ]
+    events += [
+        {"event": "straggler", "iteration": 8, "gpu": 0, "rate": 3.0, "since": 5},
+        {"event": "plan", "iteration": 10, "generation": 1},
+        {"event": "straggler", "iteration": 18, "gpu": 2, "rate": 4.0, "since": 15},
+        {"event": "plan", "iteration": 20, "generation": 2},
+    ]
+    write_log(tmp_path, sorted(events, key=lambda event: event["iteration"]))
+    assert (
+        "1.000 s before, 3.000 s until the plan changed, 1.500 s under the new plan "
+        "and 2.000 s under the last one."
+    ) in story_of(tmp_path).headline
+
+
 def test_generations_are_cut_where_the_plan_changes(folder: Path) -> None:
     told = {
         phase.generation: (phase.first, phase.last, phase.predicted_s, phase.layout)
