@@ -59,7 +59,8 @@ class Reporter:
         self._iteration = 0
         self._rates = RateNews()
         self._latest_rates: dict[int, float] = {}
-        self._untold_rates = b""
+        self._untold: Decision | None = None
+        """With rates that were told, and curves have not taken yet."""
         self._switch_s: float | None = None
         self._stragglers = StragglerNews(events, say)
         self._memory = MemoryNews()
@@ -181,8 +182,8 @@ class Reporter:
 
     def take_rates(self) -> bytes:
         """For curves, if rates were told since these were last taken; else nothing."""
-        rates, self._untold_rates = self._untold_rates, b""
-        return rates
+        told, self._untold = self._untold, None
+        return b"" if told is None else curves_payload(told.rates, told.stragglers)
 
     @property
     def asks_readings(self) -> bool:
@@ -358,7 +359,7 @@ class Reporter:
         self._latest_rates = dict(rates)
         if self._rates.take(self._iteration, rates, stragglers):
             self._events.write("rates", self._iteration, rates=rates_to_json(rates))
-            self._untold_rates = curves_payload(rates, stragglers)
+            self._untold = decision
         self._stragglers.take(decision, self._iteration)
 
 

@@ -154,8 +154,7 @@ class Controller:
         """Other micro-batches in the present layout."""
         start_s = self._clock()
         try:
-            is_known = bool(decision.rates.by_gpu)
-            move = self._other_counts(observation, rates) if is_known else None
+            move = self._other_counts(observation, rates) if decision.rates.by_gpu else None
         except MalleusError as error:  # a failed GPU cannot be left out at this level
             self._streak = self._sure_streak = 0
             return _warned(decision, f"No other micro-batches can be planned: {error}")

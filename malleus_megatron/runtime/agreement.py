@@ -50,7 +50,7 @@ class Agreement:
         rows = self._channel.gather(torch.tensor(row, dtype=torch.float64))
         said = torch.tensor(row if rows is None else conclude(_numbers(rows)), dtype=torch.float64)
         self._channel.broadcast(said)
-        return list(map(float, said))
+        return [float(number) for number in said.tolist()]
 
     def broadcast(self, payload: bytes, num_bytes: int) -> bytes:
         """Give every rank the bytes of rank 0, whose length all ranks know already."""
